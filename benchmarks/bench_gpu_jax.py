@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
-from harness import Benchmark, Device, Result, Row, command, progress, summary
-from harness.device import check_device, message, where
+from bench_gpu_backward import cell
+from harness import Benchmark, Call, Device, Result, Row, command, progress
+from harness.device import Arms, Make, Timer, check_device, sampled, where
 from harness.tables import ABSENT, Table, failures, median, over, sides, table, three
 
 import breccia
@@ -31,8 +32,6 @@ PREFER = {TRITON: "triton.jax.matmul", GENERIC: "reference.{op}"}
 #: Seconds of a sample, and the most calls of one.
 SAMPLE_S, MOST_CALLS = 20e-3, 200
 
-Call = Callable[[], Any]
-
 
 def casts(result: Result) -> Table:
     rows = [row for row in result["rows"] if row["what"] in ("cast", "pair")]
@@ -43,9 +42,9 @@ def casts(result: Result) -> Table:
 
     columns: dict[str, Any] = {
         "call": lambda row: f"{row['case']}, both orientations" if row["what"] == "pair" else row["case"],
-        "breccia, µs": lambda row: micro(row, OURS),
+        "breccia, µs": cell("time", OURS),
         "TB/s": bandwidth,
-        "generic algorithm, µs": lambda row: micro(row, GENERIC),
+        "generic algorithm, µs": cell("time", GENERIC),
         "× faster": lambda row: over(median(row, GENERIC), median(row, OURS)),
     }
     side = result["options"]["sides"][0]
@@ -58,7 +57,7 @@ def products(result: Result) -> Table:
     columns: dict[str, Any] = {
         "operands": "case",
         "rows": "rows",
-        **{f"{arm}, µs": (lambda row, arm=arm: micro(row, arm)) for arm in (OURS, TRITON, BF16)},
+        **{f"{arm}, µs": cell("time", arm) for arm in (OURS, TRITON, BF16)},
         "× BF16": lambda row: over(median(row, BF16), median(row, OURS)),
         "kernel": "kernel",
     }
@@ -71,7 +70,7 @@ def steps(result: Result) -> Table:
     rows = [row for row in result["rows"] if row["what"] == "step"]
     columns: dict[str, Any] = {
         "recipe": "case",
-        **{f"{arm}, µs": (lambda row, arm=arm: micro(row, arm)) for arm in (OURS, BF16)},
+        **{f"{arm}, µs": cell("time", arm) for arm in (OURS, BF16)},
         "× BF16": lambda row: over(median(row, BF16), median(row, OURS)),
     }
     shape = sides(result["options"]["sides"][2])
@@ -80,11 +79,6 @@ def steps(result: Result) -> Table:
         f"the weight and the gradient are cast in each step. {medians(result)}"
     )
     return table("steps of a layer in training in JAX on a GPU", columns, rows, note + raised(rows))
-
-
-def micro(row: Row, arm: str) -> str:
-    found = median(row, arm)
-    return ABSENT if found is None else three(1e6 * found)
 
 
 def medians(result: Result) -> str:
@@ -111,23 +105,24 @@ def elapsed(call: Call, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def timed(arms: dict[str, Callable[[], Call]], samples: int) -> Row:
+class Waited(Timer):
+    """A timer of calls of JAX, of which the last is waited for."""
+
+    def fit(self) -> Waited:
+        elapsed(self.call, 2)
+        self.calls = min(MOST_CALLS, max(1, int(SAMPLE_S / elapsed(self.call, 3))))
+        return self
+
+    def sample(self) -> None:
+        self.seconds.append(elapsed(self.call, self.calls))
+
+
+def timed(makers: dict[str, Make], samples: int) -> Row:
     """The times of arms, interleaved, and the errors of those that cannot be called."""
-    calls: dict[str, tuple[Call, int]] = {}
-    errors: dict[str, str] = {}
-    for arm, make in arms.items():
-        try:
-            call = make()
-            elapsed(call, 2)  # compiles
-            calls[arm] = call, min(MOST_CALLS, max(1, int(SAMPLE_S / elapsed(call, 3))))
-        except Exception as e:  # of any library; one arm that fails must not stop the rest
-            errors[arm] = message(e)
-    seconds: dict[str, list[float]] = {arm: [] for arm in calls}
-    for _ in range(samples):
-        for arm, (call, count) in calls.items():
-            seconds[arm].append(elapsed(call, count))
-    found: Row = {"time": {arm: summary(taken, every=False) for arm, taken in seconds.items()}}
-    return found | ({"errors": errors} if errors else {})
+    arms = Arms("cpu")  # torch's events and streams are not JAX's
+    arms.add(makers, lambda call, device: Waited(call, device).fit())
+    sampled(arms.timers.values(), samples)
+    return arms.times(every=False)
 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> Any:
@@ -137,7 +132,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> Any:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def jitted(function: Callable[..., Any], *arrays: Any) -> Callable[[], Call]:
+def jitted(function: Callable[..., Any], *arrays: Any) -> Make:
     import jax
 
     def make() -> Call:
@@ -151,26 +146,26 @@ def cast_row(what: str, spec: str, side: int, samples: int) -> Row:
     x = random((side, side))
     op = {"cast": "cast", "pair": "cast_pair"}[what]
     call: Any = getattr(breccia, op)
-    arms = {
+    makers = {
         arm: jitted(lambda x, prefer=prefer: call(x, spec, prefer=prefer), x)
         for arm, prefer in ((OURS, None), (GENERIC, PREFER[GENERIC].format(op=op)))
     }
     written = call(x, spec)
     nbytes = x.nbytes + sum(st.nbytes for st in (written if what == "pair" else (written,)))
-    return {"what": what, "case": spec, "nbytes": nbytes, **timed(arms, samples)}
+    return {"what": what, "case": spec, "nbytes": nbytes, **timed(makers, samples)}
 
 
 def product_row(first: str, second: str, rows: int, side: int, samples: int) -> Row:
     x, w = random((rows, side), 1), random((side, side), 2)
     a, b = breccia.cast(x, first), breccia.cast(w, second)
 
-    def product(prefer: str | None) -> Callable[[], Call]:
+    def product(prefer: str | None) -> Make:
         return jitted(lambda a, b: breccia.matmul(a, b.mT, "bfloat16", prefer=prefer), a, b)
 
-    arms = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
+    makers = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
     kernel = breccia.explain("matmul", a, b.mT).running
     case = first if first == second else f"{first} by {second}"
-    return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(arms, samples)}
+    return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(makers, samples)}
 
 
 def step_row(preset: str, shape: tuple[int, int, int], samples: int) -> Row:
@@ -181,15 +176,15 @@ def step_row(preset: str, shape: tuple[int, int, int], samples: int) -> Row:
     m, k, n = shape
     x, w, dy = random((m, k), 1), random((k, n), 2) * k**-0.5, random((m, n), 3)
 
-    def step(dot: Any) -> Callable[[], Call]:
+    def step(dot: Any) -> Make:
         def both(x: Any, w: Any, dy: Any) -> Any:
             y, back = jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
             return y, *back(dy)
 
         return jitted(both, x, w, dy)
 
-    arms = {OURS: step(breccia_jax.DotGeneral(breccia.TrainingRecipe(preset))), BF16: step(jax.lax.dot_general)}
-    return {"what": "step", "case": preset, **timed(arms, samples)}
+    makers = {OURS: step(breccia_jax.DotGeneral(breccia.TrainingRecipe(preset))), BF16: step(jax.lax.dot_general)}
+    return {"what": "step", "case": preset, **timed(makers, samples)}
 
 
 @command

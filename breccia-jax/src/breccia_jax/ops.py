@@ -377,8 +377,7 @@ def capability(device: Any) -> tuple[int, int] | None:
     """The compute capability of a CUDA device, or of the first one where it is the kind of device of traced arrays."""
     if device == "cuda":
         device = jax.local_devices()[0]
-    text = getattr(device, "compute_capability", None) if getattr(device, "platform", "") == "gpu" else None
-    major, _, minor = str(text).partition(".")
+    major, _, minor = str(getattr(device, "compute_capability", None)).partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 

@@ -30,8 +30,8 @@ def available_to_jax(device: Device) -> str | None:
         return why
     if not targets.installed("jax_triton"):
         return f"jax-triton is not installed; {install('breccia-triton[jax]')}"
-    found = re.match(r"(\d+)\.(\d+)", present := _version("jax-triton"))
-    if found is not None and (int(found[1]), int(found[2])) >= JAX_TRITON:
+    release = re.match(r"(\d+)\.(\d+)", present := _version("jax-triton"))
+    if release is not None and (int(release[1]), int(release[2])) >= JAX_TRITON:
         return f"it needs jax-triton below 0.4, and {present} is installed; pip install 'jax-triton<0.4'"
     return None
 

@@ -60,8 +60,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def operands(first: str, second: str, lead: tuple[int, ...] = (), seed: int = 0) -> list[ScaledTensor]:
     """a and b.mT, as NumPy's tensors."""
     m, n, k = 48, 40, 256
-    made = np.random.default_rng(seed)
-    a, b = (made.standard_normal((*lead, rows, k)).astype(np.float32) for rows in (m, n))
+    generator = np.random.default_rng(seed)
+    a, b = (generator.standard_normal((*lead, rows, k)).astype(np.float32) for rows in (m, n))
     return [breccia.cast(a, first), breccia.cast(b, second)]
 
 
@@ -72,21 +72,21 @@ def in_torch(op: str, a: ScaledTensor, b: ScaledTensor, *added: Any, **options: 
     return getattr(breccia, op)(first, second.mT, *more, **options).float().cpu().numpy()
 
 
-def agree(found: Any, expected: Any, dtype: str = "float32") -> None:
+def agree(product: Any, expected: Any, dtype: str = "float32") -> None:
     """Bits on a GPU; elsewhere sums of another order.
 
     Each is within the bound of FP32 sums, (K + 1) 2^-24 times a sum of magnitudes, which is below 512; BF16 may round it apart.
     """
     apart = 0.0 if ON_GPU else 2 * 257 * 2.0**-24 * 512
     relative = 2.0**-7 if dtype == "bfloat16" and not ON_GPU else 0.0
-    assert found.shape == expected.shape and (np.abs(found - expected) <= apart + relative * np.abs(expected)).all()
+    assert product.shape == expected.shape and (np.abs(product - expected) <= apart + relative * np.abs(expected)).all()
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
     """The result of a function that calls torch's kernels, in FP32."""
-    made = jax.jit(function).lower(*arguments).compile()
-    assert TARGET in made.as_text()
-    return np.asarray(made(*arguments).astype(jnp.float32))
+    executable = jax.jit(function).lower(*arguments).compile()
+    assert TARGET in executable.as_text()
+    return np.asarray(executable(*arguments).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,35 +94,35 @@ def compiled(function: Any, *arguments: Any) -> Any:
 def test_products_are_those_of_torch(first: str, dtype: str) -> None:
     a, b = operands(first, PAIRS[first])
     x, y = (moved(st, "jax") for st in (a, b))
-    found = compiled(lambda a, b: foreign.matmul(a, b.mT, product_options(dtype)), x, y)
-    agree(found, in_torch("matmul", a, b, out_dtype=dtype), dtype)
+    product = compiled(lambda a, b: foreign.matmul(a, b.mT, product_options(dtype)), x, y)
+    agree(product, in_torch("matmul", a, b, out_dtype=dtype), dtype)
     bias = np.linspace(-3, 3, 40, dtype=np.float32)
-    found = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options(dtype, c)), x, y, bias)
-    given = torch.from_numpy(bias).to("cuda" if ON_GPU else "cpu")
-    agree(found, in_torch("matmul", a, b, out_dtype=dtype, bias=given), dtype)
+    product = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options(dtype, c)), x, y, bias)
+    same_bias = torch.from_numpy(bias).to("cuda" if ON_GPU else "cpu")
+    agree(product, in_torch("matmul", a, b, out_dtype=dtype, bias=same_bias), dtype)
 
 
 def test_weights_in_blocks_may_come_first() -> None:
     a, b = operands("fp8_block,block_m=128", "fp8_block")
-    found = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
-    agree(found, in_torch("matmul", b, a).T)
+    product = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
+    agree(product, in_torch("matmul", b, a).T)
 
 
 def test_every_scale_of_mx_formats_is_read() -> None:
     codes = np.arange(256, dtype=np.uint8)
     values = np.ldexp(1.0, codes[:255].astype(np.int32) - 127).astype(np.float32)
-    found = np.asarray(foreign.powers(jnp.asarray(codes).view(jnp.float8_e8m0fnu)))
-    assert np.array_equal(found[:255], values) and np.isnan(found[255])
+    scales = np.asarray(foreign.powers(jnp.asarray(codes).view(jnp.float8_e8m0fnu)))
+    assert np.array_equal(scales[:255], values) and np.isnan(scales[255])
 
 
 def test_batches_and_groups_are_multiplied() -> None:
     a, b = operands("fp8_block", "fp8_block,block_m=128", lead=(3,))
-    found = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
-    agree(found, in_torch("matmul", a, b))
+    product = compiled(lambda a, b: foreign.matmul(a, b.mT), *(moved(st, "jax") for st in (a, b)))
+    agree(product, in_torch("matmul", a, b))
     ends = np.array([16, 16, 48], np.int32)
     rows = a[0]
-    found = compiled(lambda a, b, o: foreign.grouped_matmul(a, b.mT, o), moved(rows, "jax"), moved(b, "jax"), ends)
-    agree(found, in_torch("grouped_matmul", rows, b, ends))
+    product = compiled(lambda a, b, o: foreign.grouped_matmul(a, b.mT, o), moved(rows, "jax"), moved(b, "jax"), ends)
+    agree(product, in_torch("grouped_matmul", rows, b, ends))
 
 
 def test_repeated_calls_read_what_their_buffers_hold_then() -> None:
@@ -133,12 +133,12 @@ def test_repeated_calls_read_what_their_buffers_hold_then() -> None:
         agree(np.asarray(product(*arrays)), in_torch("matmul", a, b))
 
 
-def within_the_bound(found: Any, a: ScaledTensor, b: ScaledTensor, fp8: bool, bias: Any = 0.0) -> None:
+def within_the_bound(product: Any, a: ScaledTensor, b: ScaledTensor, fp8: bool, bias: Any = 0.0) -> None:
     """The bound of docs/spec/numerics.md, section 9, for FP32 results. fp8: of tensor cores."""
     x, y = (breccia.dequantize(st).astype(np.float64) for st in (a, b))
     exact, size = x @ y.swapaxes(-1, -2) + bias, np.abs(x) @ np.abs(y).swapaxes(-1, -2) + np.abs(bias)
     k = x.shape[-1]
-    assert (np.abs(np.asarray(found, np.float64) - exact) <= bounds.accumulated(size, k + 1, k, fp8)).all()
+    assert (np.abs(np.asarray(product, np.float64) - exact) <= bounds.accumulated(size, k + 1, k, fp8)).all()
 
 
 @pytest.mark.parametrize("first", PAIRS)
@@ -147,8 +147,8 @@ def test_products_are_within_the_bound(first: str) -> None:
     x, y = (moved(st, "jax") for st in (a, b))
     within_the_bound(compiled(lambda a, b: foreign.matmul(a, b.mT), x, y), a, b, ON_GPU)
     bias = np.linspace(-3, 3, 40, dtype=np.float32)
-    found = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options("float32", c)), x, y, bias)
-    within_the_bound(found, a, b, ON_GPU, bias)
+    product = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options("float32", c)), x, y, bias)
+    within_the_bound(product, a, b, ON_GPU, bias)
 
 
 def test_other_operands_go_to_the_generic_algorithm() -> None:
@@ -209,7 +209,7 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
         return Fake(copies, calls, current)
 
     monkeypatch.setattr(foreign, "_current", entered)
-    monkeypatch.setattr("breccia_triton.gemm.fp8.matmul.prepared", prepared)
+    monkeypatch.setattr(foreign, "prepared", prepared)
     a, b = (moved(st, "torch") for st in operands("fp8_current", "fp8_current"))
     added = torch.zeros(40) if op == "matmul" else torch.tensor([16, 48], dtype=torch.int32)
     enqueue = foreign._on_device(7, op, a, b.mT, added, torch.empty(48, 40))
@@ -268,9 +268,9 @@ print(breccia.explain("matmul", a, b.mT).winner.name, {TARGET!r} in product.lowe
 exact = breccia.dequantize(a) @ breccia.dequantize(b).T
 print(float(abs(product(a, b) - exact).max() / abs(exact).max()) < 2**-8)
 """
-    found: list[set[str]] = []
+    cached: list[set[str]] = []
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
         assert run.stdout == "cuda.jax.fp8_matmul True\nTrue\n"
-        found.append({path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")})
-    assert found[0] and found[0] == found[1]  # the second process has compiled nothing anew
+        cached.append({path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")})
+    assert cached[0] and cached[0] == cached[1]  # the second process has compiled nothing anew

@@ -9,7 +9,7 @@ Arrays are contiguous and aligned, and bytes of codes and scales pass as integer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -181,6 +181,11 @@ def assembled(metadata: Metadata, components: Mapping[str, Any]) -> ScaledTensor
     return metadata.assembled(*map(components.get, _COMPONENTS.values()))
 
 
+def tensor_of(metadata: Metadata, shapes: Shapes, arrays: Sequence[Any]) -> ScaledTensor:
+    """The tensor with these arrays, named as `shapes` names them."""
+    return assembled(metadata, dict(zip((name for name, _, _ in shapes), arrays, strict=True)))
+
+
 def placeholder(metadata: Metadata, shapes: Shapes) -> ScaledTensor:
     """A tensor with shapes and dtypes in place of arrays. shapes: of its components, by the parameters of kernels."""
     return assembled(metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes})
@@ -226,8 +231,7 @@ class Decode(OnGPU):
         return ((tuple(placeholder(self.metadata, self.shapes).shape), self.dtype),)
 
     def generic(self, *arrays: Any) -> list[Any]:
-        st = assembled(self.metadata, dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))
-        return [reference.dequantize(st, product_options(self.dtype))]
+        return [reference.dequantize(tensor_of(self.metadata, self.shapes, arrays), product_options(self.dtype))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         inputs = as_integers(dict(zip((name for name, _, _ in self.shapes), arrays, strict=True)))

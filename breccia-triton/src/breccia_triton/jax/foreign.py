@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from breccia import Float8BlockScaling, KernelError
@@ -40,8 +41,9 @@ from breccia.backend import (
 
 from ..facts import Hardware
 from ..gemm.fp8 import plans
+from ..gemm.fp8.matmul import prepared
 from ..launch.cache import Remembered
-from .calls import Shapes, assembled, components, is_array, placeholder, shapes_of
+from .calls import Shapes, components, is_array, placeholder, shapes_of, tensor_of
 from .launch import OnGPU, capability, run
 
 #: The name of the handler among XLA's.
@@ -50,12 +52,12 @@ TARGET = "breccia_products"
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it, of two FP8 tensors."""
-    out_dtype, bias, out = options
+    bias = options.bias
     checks.check_matmul(a, b, bias)
     first, second = (plans.kind_of(st.recipe, st.layout, st.axis)[0] for st in (a, b))
     turned = bias is None and plans.turns((first, second))  # the kernel multiplies b.mT by a.mT
     factors, added = (b.mT, a) if turned else (a, b.mT), {} if bias is None else {"bias": bias}
-    product = None if out is not None else _product("matmul", *factors, added, out_dtype)
+    product = _product("matmul", *factors, added, options)
     if product is None:
         return composites.matmul(a, b, options)
     return jnp.swapaxes(product, -1, -2) if turned else product
@@ -65,17 +67,17 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT
     """`grouped_matmul` as `breccia.grouped_matmul` documents it, of two FP8 tensors."""
     checks.check_grouped(a, b, offsets)
     ends = jnp.asarray(offsets, jnp.int32) if is_array(offsets) else offsets
-    product = None if options.out is not None else _product("grouped_matmul", a, b.mT, {"offsets": ends}, options.out_dtype)
+    product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options)
     return composites.grouped_matmul(a, b, offsets, options) if product is None else product
 
 
-def _product(op: str, a: Any, b: Any, added: dict[str, Any], dtype: str) -> Any:
-    """The product of a by b.mT, or None where an operand is no array of JAX."""
+def _product(op: str, a: Any, b: Any, added: dict[str, Any], options: ProductOptions) -> Any:
+    """The product of a by b.mT; None under `out=`, and where an operand is no array of JAX."""
     first, second = components(a), components(b)
     arrays = [*first.values(), *second.values(), *added.values()]
-    if not all(map(is_array, arrays)):
+    if options.out is not None or not all(map(is_array, arrays)):
         return None
-    call = Product(op, Metadata.of(a), Metadata.of(b), shapes_of(first), shapes_of(second), shapes_of(added), dtype)
+    call = Product(op, Metadata.of(a), Metadata.of(b), shapes_of(first), shapes_of(second), shapes_of(added), options.out_dtype)
     return run(call, arrays)[0]
 
 
@@ -105,28 +107,24 @@ class Product(OnGPU):
 
     def generic(self, *arrays: Any) -> list[Any]:
         n, m = len(self.first), len(self.first) + len(self.second)
-        a, b = self._tensor(self.a, self.first, arrays[:n]), self._tensor(self.b, self.second, arrays[n:m])
+        a, b = tensor_of(self.a, self.first, arrays[:n]), tensor_of(self.b, self.second, arrays[n:m])
         if self.op == "grouped_matmul":
             return [reference.grouped_matmul(a, b.mT, arrays[m], product_options(self.dtype))]
         return [reference.matmul(a, b.mT, product_options(self.dtype, *arrays[m:]))]
 
-    @staticmethod
-    def _tensor(metadata: Metadata, shapes: Shapes, arrays: tuple[Any, ...]) -> Any:
-        return assembled(metadata, dict(zip((name for name, _, _ in shapes), arrays, strict=True)))
-
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         _register("CUDA")
         ((shape, dtype),) = self.results
-        given, operands, rest = list[Any](), [], list(arrays)
+        passed, operands, rest = list[Any](), [], list(arrays)
         for metadata in (self.a, self.b):
             data, scale = rest.pop(0), rest.pop(0)
             if metadata.recipe.format.scale.codec == E8M0:
                 metadata, scale = _in_fp32(metadata), powers(scale)  # which XLA does in one kernel, and torch in several
-            given += [data, scale]
+            passed += [data, scale]
             operands.append((metadata.to_json(), _listed([data, scale])))
         # Another process may read it: JAX keeps what it has compiled on disk.
         text = json.dumps([self.op, operands, _listed(rest), shape, dtype], separators=(",", ":"))
-        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*given, *rest, call=text)]
+        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*passed, *rest, call=text)]
 
 
 def _listed(arrays: list[Any]) -> list[tuple[Shape, str]]:
@@ -165,7 +163,7 @@ def _enqueue(host: bool, text: str, arguments: tuple[int, ...], results: tuple[i
     """Enqueue the product `text` of arrays at these addresses. host: they are in the host's memory, and there is no stream."""
     if host != (stream is None):
         raise KernelError("XLA gives a product on CUDA a stream, and one in the host's memory none; it did not here.")
-    index = None if stream is None else current_index()
+    index = None if stream is None else torch.cuda.current_device()  # XLA has made it the current one
     key = text, index, arguments, results
     enqueue = _known.get(key)
     if enqueue is None:
@@ -199,8 +197,6 @@ def _in_memory(op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any],
 
 
 def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
-    from ..gemm.fp8.matmul import prepared
-
     bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
     with _current(stream, a.data.device):  # it may copy operands, to see what they become
         executable = prepared(a, b, bias, dtype_name(out), offsets)
@@ -214,17 +210,8 @@ def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Ca
     return copying
 
 
-def current_index() -> int:
-    """The index of the device that XLA has made the current one."""
-    import torch
-
-    return torch.cuda.current_device()
-
-
 def _current(stream: int, device: Any) -> Any:
     """A context in which a stream of XLA is torch's current one: torch allocates for that."""
-    import torch
-
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
 
 
@@ -237,8 +224,6 @@ class _Memory:
 
 def tensor_at(address: int, shape: Shape, dtype: str, device: str) -> Any:
     """A tensor of torch in C order at an address. It does not own the memory."""
-    import torch
-
     kind = getattr(torch, dtype)
     count = math.prod(shape) * kind.itemsize
     if device == "cpu":

@@ -73,8 +73,7 @@ def hardware() -> Hardware:
 @lru_cache
 def capability() -> tuple[int, int]:
     """The compute capability of the first GPU."""
-    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
-    return int(major), int(minor)
+    return targets.load("breccia_jax.ops:capability")(jax.local_devices(backend="cuda")[0])
 
 
 def launched(

@@ -72,8 +72,7 @@ def available_to_jax(device: Device) -> str | None:
     """Why XLA cannot call the kernel, or None: it passes its memory through breccia-native to torch."""
     if not targets.installed("breccia_native.xla_calls"):
         return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
-    if device.kind == "cuda":
-        import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
+    import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
     return available(device)
 
 
@@ -132,9 +131,9 @@ def _refused_length(k: int) -> str | None:
 
 def _pair(call: Call) -> tuple[str, str]:
     assert call.b is not None
-    pair = scales_of(call.a, call.b)
+    pair = kinds(call.a, call.b)
     assert not isinstance(pair, str)
-    return (pair[1], pair[0]) if turns(pair) else pair
+    return pair
 
 
 def turns(pair: tuple[str, str] | str) -> bool:
@@ -149,7 +148,7 @@ def kinds(a: Operand, b: Operand) -> tuple[str, str] | str:
 
 
 def scales_of(a: Operand, b: Operand) -> tuple[str, str] | str:
-    """(Kind of scales of a, of b); or why there is none."""
+    """(Kind of scales of a, of b), whether or not the kernel multiplies them; or why an operand has no such kind."""
     scale_kinds: list[str] = []
     for name, operand, axis in (("a", a, -1), ("b", b, -2)):
         recipe, layout = operand.recipe, operand.layout
@@ -421,10 +420,11 @@ def seconds(call: Call, kernel: str) -> float:
     known = all(isinstance(length, int) for length in (*a, *b))  # else `jax.export` traces symbolic ones
     if len(a) < 2 or len(b) < 2 or not known:  # `explain` of recipes alone
         return _UNMEASURED[kernel] * roofline.LAUNCH
-    (*lead, k), n, pair = a, b[-1], _pair(call)
+    (*lead, k), n, pair = a, b[-1], scales_of(call.a, call.b)
     m = math.prod(lead)
-    if turns(scales_of(call.a, call.b)):
-        m, n = n, m
+    assert not isinstance(pair, str)
+    if turns(pair):
+        m, n, pair = n, m, (pair[1], pair[0])
     over = nearest(slowdowns(device_name(call.device)), head_of(kernel, pair), m, n, k)
     if over is None:
         over = _UNMEASURED_MX[m > _FEW] if pair == ("1x32", "1x32") else _UNMEASURED[kernel]
