@@ -151,6 +151,19 @@ def test_nan_stays_in_its_row_and_bits_do_not_depend_on_threads() -> None:
             np.testing.assert_array_equal(other[[0, 2]].view(np.uint32), found[0][[0, 2]].view(np.uint32))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["scale", "zero_point"])
+def test_a_scale_or_bias_that_is_not_finite_spoils_its_row_alone(number: float, part: str) -> None:
+    """Of Q4_1, whose FP16 scales and biases are read as they are stored."""
+    st, x = drawn_weight("Q4_1", 9, 576), drawn(2, 576)
+    spoiled = getattr(st, part).copy()
+    spoiled[5, 17] = number
+    found = native.matmul_int8(x, replaced(st, **{part: spoiled}).mT)
+    assert not np.isfinite(found[:, 5]).any()
+    found[:, 5] = native.matmul_int8(x, st.mT)[:, 5]
+    check(found, x, st, 32)
+
+
 def test_prepared_products_round_as_named_ones() -> None:
     for name in ("Q4_1", "Q5_0", "Q4_K"):
         st = drawn_weight(name, 40, 576)

@@ -31,6 +31,7 @@ typedef struct {
     uint8_t bytes[16];  /* INT8, 4-bit codes: the value times `unit`, plus `shift` */
     int shift;          /* what the bytes of all codes are too large by */
     float unit;
+    int nibbles;        /* of int8_few.c: whether a byte has two codes */
 } grouping;
 
 /* A tile: (CHUNK * DEEP / per, WIDE) words of codes, then (groups, WIDE) scales and zero-points. */
@@ -87,7 +88,7 @@ OUTLINE int grouped(grouping *g, int mode, int kind, const float *table, Py_ssiz
     g->mode = mode;
     g->per = mode == INT8_MODE ? 4 : 2;
     g->parts = 1;
-    g->shift = 0;
+    g->shift = g->nibbles = 0;
     g->unit = 1;
     g->q = group_of(block, k);
     if (g->q < SPAN)

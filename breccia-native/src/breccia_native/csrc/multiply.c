@@ -133,6 +133,7 @@ static const mode_version *few_for(const weight *w, Py_ssize_t m, grouping *g)
 #if defined(HAS_X86)
     if (g->mode == INT8_MODE && few && takes_few(w, g, m)) {
         g->shift = shift_of_few(w, g);
+        g->nibbles = is_in_nibbles(w);
         return few;
     }
 #endif

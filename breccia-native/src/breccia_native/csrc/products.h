@@ -22,9 +22,10 @@ extern const micro micros_of_avx512[];
 /* Fill the tables of tables512.h. */
 void fill_byte_tables(void);
 extern const mode_version int8_avx2, int8_vnni, int8_few, bf16_tiles, bf16_streams;
-/* Whether int8_few multiplies m rows; and what its unsigned codes are too large by. */
+/* Whether int8_few multiplies m rows; what its unsigned codes are too large by; and whether a byte has two of them. */
 int takes_few(const weight *, const grouping *, Py_ssize_t);
 int shift_of_few(const weight *, const grouping *);
+int is_in_nibbles(const weight *);
 #endif
 
 #if defined(HAS_MATRICES)
