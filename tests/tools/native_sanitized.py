@@ -7,43 +7,47 @@ Needs GCC. Builds into a temporary folder, and exits with the status of the test
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import setuptools  # noqa: F401  # which has distutils from Python 3.12 on
+
+from distutils.core import run_setup  # isort: skip
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "breccia-native" / "src" / "breccia_native"
-C_SOURCE = SOURCE / "csrc"
-FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-#: As in breccia-native/setup.py, where they change results; and the sources of each extension.
-OWN = {
-    "pool": ("-ffp-contract=off", ["pool"]),
-    "microkernels": ("-ffp-contract=off", ["microkernels", "casts_*"]),
-    "decoding": ("-ffp-contract=off", ["decoding", "decoding_*"]),
-    "products": (
-        "-ffp-contract=fast",
-        ["products", "products_*", "multiply", "int8_*", "bf16_*", "pairs_*", "short_*", "narrow_*"],
-    ),
-    "columns": ("-ffp-contract=fast", ["columns", "columns_*"]),
-}
+#: After those of setup.py, whose optimization and debugging information they replace.
+FLAGS = ["-Wall", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 #: Tests that start processes of their own, or need an unmodified installation.
 LEFT_OUT = "not without_the_compiled and not torch and not use_the_compiled"
 
 
 def build(folder: Path) -> None:
     """The package with sanitized extensions in `folder`."""
-    package = folder / "breccia_native"
-    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    include = sysconfig.get_paths()["include"]
-    for name, (contraction, patterns) in OWN.items():
-        made = str(package / f"{name}.abi3.so")
-        command = ["gcc", "-shared", "-fPIC", "-Wall", "-DPy_LIMITED_API=0x030B0000", f"-I{include}", *FLAGS, contraction]
-        sources = [str(source) for pattern in patterns for source in sorted(C_SOURCE.glob(f"{pattern}.c"))]
-        subprocess.run([*command, *sources, "-o", made], check=True)
+    shutil.copytree(SOURCE, folder / "breccia_native", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    with contextlib.chdir(SOURCE.parents[1]), ThreadPoolExecutor(os.cpu_count()) as pool:
+        extensions: list[Any] = run_setup("setup.py", stop_after="init").ext_modules
+
+        def compiled(extension: Any, source: str) -> str:
+            made = folder / f"{extension.name}.{Path(source).stem}.o"
+            macros = [f"-D{name}={value}" for name, value in extension.define_macros]
+            options = ["-fPIC", f"-I{sysconfig.get_paths()['include']}", *macros, *extension.extra_compile_args, *FLAGS]
+            subprocess.run(["gcc", "-c", *options, source, "-o", str(made)], check=True)
+            return str(made)
+
+        objects = {e.name: [pool.submit(compiled, e, source) for source in e.sources] for e in extensions}
+        for e in extensions:
+            made = folder / f"{e.name.replace('.', '/')}.abi3.so"
+            parts = [part.result() for part in objects[e.name]]
+            subprocess.run(["gcc", "-shared", *FLAGS, *parts, *e.extra_link_args, "-o", str(made)], check=True)
 
 
 def main() -> int:
