@@ -1,4 +1,4 @@
-"""JAX on a CUDA device: compiled casts, products of FP8 tensors, and steps of a layer in training, beside XLA's own code.
+"""JAX on a CUDA device: compiled casts, products, and steps of a layer in training, beside XLA's own code.
 
 XLA compiles the generic algorithm of the same casts, and BF16 products. Calls are enqueued one after the other, and the last
 one is waited for.
@@ -22,7 +22,9 @@ CASTS = ("fp8_current", "fp8_block", "mxfp8", "nvfp4", "int4")
 PAIRS = ("fp8_current", "fp8_block", "mxfp8")
 #: The recipe of a, and that of b.
 PRODUCTS = {"fp8_current": "fp8_current", "fp8_block": "fp8_block,block_m=128", "mxfp8": "mxfp8"}
-STEPS = ("fp8_current", "fp8_row", "fp8_block", "fp8_tile")
+#: Weights of BF16 arrays.
+WEIGHTS = ("int4", "nvfp4", "int8")
+STEPS = ("fp8_current", "fp8_row", "fp8_block", "fp8_tile", "mxfp8")
 #: The side of what is cast, rows of products and the side of their weights; rows, inputs and outputs of the layer in training.
 CAST, ROWS, SIDE, LAYER = 16384, (16, 512, 4096), 8192, (4096, 8192, 8192)
 TINY = 256
@@ -62,7 +64,7 @@ def products(result: Result) -> Table:
         "kernel": "kernel",
     }
     side = result["options"]["sides"][1]
-    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; both operands are quantized before. "
+    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; operands are quantized before. "
     return table("products in JAX on a GPU", columns, rows, note + medians(result) + raised(rows))
 
 
@@ -157,13 +159,18 @@ def cast_row(what: str, spec: str, side: int, samples: int) -> Row:
 
 def product_row(first: str, second: str, rows: int, side: int, samples: int) -> Row:
     x, w = random((rows, side), 1), random((side, side), 2)
-    a, b = breccia.cast(x, first), breccia.cast(w, second)
+    arrays = first == BF16
+    # The weights of BF16 arrays are as layers of JAX keep them, K first; .mT of arrays is a copy outside of compiled functions.
+    a, b = (x, breccia.cast(w.T, second, axis=-2)) if arrays else (breccia.cast(x, first), breccia.cast(w, second))
+
+    def call(a: Any, b: Any, prefer: str | None = None) -> Any:
+        return breccia.matmul(a, b if arrays else b.mT, "bfloat16", prefer=prefer)
 
     def product(prefer: str | None) -> Make:
-        return jitted(lambda a, b: breccia.matmul(a, b.mT, "bfloat16", prefer=prefer), a, b)
+        return jitted(lambda a, b: call(a, b, prefer), a, b)
 
     makers = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
-    kernel = breccia.explain("matmul", a, b.mT).running
+    kernel = breccia.explain("matmul", a, b if arrays else b.mT).running
     case = first if first == second else f"{first} by {second}"
     return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(makers, samples)}
 
@@ -201,7 +208,7 @@ def jax(
         raise typer.BadParameter("JAX sees no GPU here; --device cpu tries the script without one.")
     cast, side, layer = (TINY, TINY, (TINY,) * 3) if tiny else (CAST, SIDE, LAYER)
     works: list[Callable[[], Row]] = []
-    products = [(*pair, m) for pair in PRODUCTS.items() for m in ROWS]
+    products = [(*pair, m) for pair in (*PRODUCTS.items(), *((BF16, spec) for spec in WEIGHTS)) for m in ROWS]
     works += [lambda product=product: product_row(*product, side, samples) for product in products]
     works += [lambda preset=preset: step_row(preset, layer, samples) for preset in STEPS]
     works += [lambda spec=spec: cast_row("cast", spec, cast, samples) for spec in CASTS]

@@ -1,8 +1,9 @@
-"""On which devices the Triton kernels run. Imports neither torch nor Triton (for `explain`)."""
+"""On which devices the Triton kernels run. Imports neither torch nor Triton (for `explain`) but for products that XLA calls."""
 
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from breccia import Device
@@ -33,6 +34,14 @@ def available_to_jax(device: Device) -> str | None:
     release = re.match(r"(\d+)\.(\d+)", present := _version("jax-triton"))
     if release is not None and (int(release[1]), int(release[2])) >= JAX_TRITON:
         return f"it needs jax-triton below 0.4, and {present} is installed; pip install 'jax-triton<0.4'"
+    return None
+
+
+def missing_for_xla() -> str | None:
+    """Why XLA cannot call torch's kernels, or None: breccia-native passes XLA's memory and stream to torch."""
+    if not targets.installed("breccia_native.xla_calls"):
+        return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
+    import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
     return None
 
 

@@ -92,6 +92,18 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts=f"{home}.fp8.plans:{accepts}",
             score=score,
         )
+    yield Kernel(
+        "matmul",
+        "jax",
+        "breccia_triton.jax.foreign:matmul_bf16",
+        "triton.jax.matmul_bf16",
+        device="cuda",
+        available=f"{home}.bf16.plans:available_to_jax",
+        accepts=f"{home}.bf16.plans:accepts",
+        score=f"{home}.bf16.plans:score_in_jax",
+        reads=STORAGES,
+        knows=READ,
+    )
     # What its sums keep is not measured: no device that runs it was at hand.
     yield Kernel(
         "matmul",

@@ -1,4 +1,4 @@
-"""Products of FP8 tensors of JAX by torch's kernels: on a GPU where JAX has one, elsewhere in the host's memory.
+"""Products of JAX by torch's kernels: on a GPU where JAX has one, elsewhere in the host's memory.
 
 On a GPU expected bits are those of the same op on tensors of torch with the same bytes, whose kernel is the same.
 """
@@ -30,6 +30,7 @@ from breccia.backend import product_options  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia_jax import ops, primitive  # noqa: E402
 from breccia_triton import availability  # noqa: E402
+from breccia_triton.gemm.bf16 import plans as through_bf16  # noqa: E402
 from breccia_triton.gemm.fp8 import plans  # noqa: E402
 from breccia_triton.jax import foreign, launch  # noqa: E402
 from breccia_triton.jax.foreign import TARGET  # noqa: E402
@@ -125,6 +126,30 @@ def test_batches_and_groups_are_multiplied() -> None:
     agree(product, in_torch("grouped_matmul", rows, b, ends))
 
 
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("spec", ["int4,signed=false,symmetric=false", "nvfp4", "mxfp4", "int8", "mxfp8"])
+def test_products_through_bf16_are_those_of_torch(spec: str, added: bool) -> None:
+    """Of BF16 arrays and weights along the axis that layers of JAX keep them, with each component; and of two tensors."""
+    generator = np.random.default_rng(1)
+    x, w = (generator.standard_normal(shape).astype(np.float32) for shape in ((48, 640), (640, 40)))
+    b, numbers = breccia.cast(w, spec, axis=-2), jnp.asarray(x, jnp.bfloat16)
+    a = breccia.cast(x, spec) if spec == "mxfp8" else None
+    bias = [np.linspace(-3, 3, 40, dtype=np.float32)] if added else []
+    first = numbers if a is None else moved(a, "jax")
+
+    def multiplied(a: Any, b: Any, *bias: Any) -> Any:
+        return foreign.matmul_bf16(a, b, product_options("float32", *bias))
+
+    product = compiled(multiplied, first, moved(b, "jax"), *bias)
+    left = np.asarray(numbers, np.float32) if a is None else breccia.dequantize(a)
+    within_the_bound(product, left, breccia.dequantize(b).T, False, *bias)
+    if ON_GPU:
+        left = torch.from_numpy(x).to("cuda", torch.bfloat16) if a is None else moved(a, "torch").to("cuda")
+        same_bias = torch.from_numpy(bias[0]).to("cuda") if bias else None
+        expected = breccia.matmul(left, moved(b, "torch").to("cuda"), bias=same_bias, prefer="triton.matmul_bf16")
+        assert np.array_equal(product, expected.cpu().numpy())
+
+
 def test_repeated_calls_read_what_their_buffers_hold_then() -> None:
     product = jax.jit(lambda a, b: foreign.matmul(a, b.mT))
     pairs = [operands("fp8_current", "fp8_current", seed=seed) for seed in range(4)]
@@ -133,9 +158,9 @@ def test_repeated_calls_read_what_their_buffers_hold_then() -> None:
         agree(np.asarray(product(*arrays)), in_torch("matmul", a, b))
 
 
-def within_the_bound(product: Any, a: ScaledTensor, b: ScaledTensor, fp8: bool, bias: Any = 0.0) -> None:
-    """The bound of docs/spec/numerics.md, section 9, for FP32 results. fp8: of tensor cores."""
-    x, y = (breccia.dequantize(st).astype(np.float64) for st in (a, b))
+def within_the_bound(product: Any, a: Any, b: Any, fp8: bool, bias: Any = 0.0) -> None:
+    """The bound of docs/spec/numerics.md, section 9, for FP32 results of a by b.mT. fp8: of tensor cores."""
+    x, y = ((breccia.dequantize(x) if isinstance(x, ScaledTensor) else x).astype(np.float64) for x in (a, b))
     exact, size = x @ y.swapaxes(-1, -2) + bias, np.abs(x) @ np.abs(y).swapaxes(-1, -2) + np.abs(bias)
     k = x.shape[-1]
     assert (np.abs(np.asarray(product, np.float64) - exact) <= bounds.accumulated(size, k + 1, k, fp8)).all()
@@ -191,8 +216,10 @@ class Fake:
         self.calls.append((stream, list(self.current), added.dtype))
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("op", ["matmul", "grouped_matmul"])
+@pytest.mark.parametrize(
+    ("op", "copies"),
+    [("matmul", False), ("matmul", True), ("grouped_matmul", False), ("grouped_matmul", True), (foreign.THROUGH_BF16, False)],
+)
 def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     current: list[Any] = []
@@ -203,19 +230,21 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
         yield
         current.pop()
 
-    def prepared(a: Any, b: Any, bias: Any, dtype: str, offsets: Any) -> Fake:
+    def prepared(a: Any, b: Any, bias: Any, dtype: str, offsets: Any = None) -> Fake:
         assert current == [7] and dtype == "float32"
         assert (bias is None) == (op == "grouped_matmul") == (offsets is not None)
         return Fake(copies, calls, current)
 
     monkeypatch.setattr(foreign, "_current", entered)
     monkeypatch.setattr(foreign, "prepared", prepared)
+    monkeypatch.setattr(foreign.bf16, "executable", prepared)
     a, b = (moved(st, "torch") for st in operands("fp8_current", "fp8_current"))
-    added = torch.zeros(40) if op == "matmul" else torch.tensor([16, 48], dtype=torch.int32)
+    added = torch.tensor([16, 48], dtype=torch.int32) if op == "grouped_matmul" else torch.zeros(40)
     enqueue = foreign._on_device(7, op, a, b.mT, added, torch.empty(48, 40))
     enqueue(7)
     enqueue(9)
-    assert calls == [(stream, [stream] * copies, added.dtype) for stream in (7, 9)]
+    there = copies or op == foreign.THROUGH_BF16  # it has memory of torch's allocator
+    assert calls == [(stream, [stream] * there, added.dtype) for stream in (7, 9)]
 
 
 def test_a_call_without_its_stream_is_refused() -> None:
@@ -240,8 +269,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it has instructions of compute capability 9.0" in (plans.available_to_jax(Device("cuda", 0, (8, 0))) or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert plans.available_to_jax(Device("cuda", 0, (9, 0))) == "this torch is built without CUDA"
-    monkeypatch.setattr(plans.targets, "installed", lambda module: module != "breccia_native.xla_calls")
-    assert "breccia-native is not installed" in (plans.available_to_jax(Device("cuda", 0, (9, 0))) or "")
+    assert through_bf16.available_to_jax(Device("cuda", 0, (9, 0))) == "this torch is built without CUDA"
+    monkeypatch.setattr(availability.targets, "installed", lambda module: module != "breccia_native.xla_calls")
+    for each in (plans, through_bf16):
+        assert "breccia-native is not installed" in (each.available_to_jax(Device("cuda", 0, (9, 0))) or "")
 
 
 def test_later_versions_of_jax_triton_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Products of FP8 tensors of JAX on CUDA by the kernel of `fp8_matmul.cu`: XLA passes their addresses and its stream.
+"""Products of JAX on CUDA by torch's kernels: that of `fp8_matmul.cu`, and cuBLAS in BF16. XLA passes addresses and its stream.
 
 A compiled function holds a call with a text that says what to multiply, so that another process can run it from JAX's cache on
 disk. The handler, of breccia-native, gives the text and the addresses to `_enqueue`, which makes tensors of torch at these
-addresses, and enqueues what torch would: the `Executable`. In the host's memory, for tests, it calls the op.
+addresses, and enqueues what torch would. Copies of operands are in memory of torch's allocator, besides XLA's. In the host's
+memory, for tests, it calls the op.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -13,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from breccia import Float8BlockScaling, KernelError
+from breccia import Float8BlockScaling, KernelError, ScaledTensor
 from breccia.backend import (
     E8M0,
     FLOAT32,
@@ -40,6 +41,8 @@ from breccia.backend import (
 )
 
 from ..facts import Hardware
+from ..gemm.bf16 import matmul as bf16
+from ..gemm.contiguous import ContiguousOperand
 from ..gemm.fp8 import plans
 from ..gemm.fp8.matmul import prepared
 from ..launch.cache import Remembered
@@ -48,6 +51,8 @@ from .launch import OnGPU, capability, run
 
 #: The name of the handler among XLA's.
 TARGET = "breccia_products"
+#: The op of a product through BF16, whose `b` is the second operand. That of other ops is its transpose, with K last.
+THROUGH_BF16 = "matmul_bf16"
 
 
 def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -71,26 +76,34 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT
     return composites.grouped_matmul(a, b, offsets, options) if product is None else product
 
 
+def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
+    """`matmul` as `breccia.matmul` documents it, of quantized operands and BF16 arrays, through BF16."""
+    checks.check_matmul(a, b, options.bias)
+    product = _product(THROUGH_BF16, a, b, {} if options.bias is None else {"bias": options.bias}, options)
+    return composites.matmul(a, b, options) if product is None else product
+
+
 def _product(op: str, a: Any, b: Any, added: dict[str, Any], options: ProductOptions) -> Any:
-    """The product of a by b.mT; None under `out=`, and where an operand is no array of JAX."""
-    first, second = components(a), components(b)
+    """The product of a by b, or b.mT (see THROUGH_BF16); None under `out=`, and where an operand is no array of JAX."""
+    first, second = (components(x) if isinstance(x, ScaledTensor) else {"x": x} for x in (a, b))
     arrays = [*first.values(), *second.values(), *added.values()]
     if options.out is not None or not all(map(is_array, arrays)):
         return None
-    call = Product(op, Metadata.of(a), Metadata.of(b), shapes_of(first), shapes_of(second), shapes_of(added), options.out_dtype)
+    metadata = [Metadata.of(x) if isinstance(x, ScaledTensor) else None for x in (a, b)]
+    call = Product(op, *metadata, shapes_of(first), shapes_of(second), shapes_of(added), options.out_dtype)
     return run(call, arrays)[0]
 
 
 @dataclass(frozen=True)
 class Product(OnGPU):
-    """A call of `matmul` or `grouped_matmul` of a by b.mT.
+    """A call of `matmul` or `grouped_matmul` of a by b.mT, or of `matmul_bf16` of a by b.
 
-    first, second: the arrays of a and of b. added: the bias, or the offsets.
+    a, b: None for an array. first, second: their arrays. added: the bias, or the offsets.
     """
 
     op: str
-    a: Metadata
-    b: Metadata
+    a: Metadata | None
+    b: Metadata | None
     first: Shapes
     second: Shapes
     added: Shapes
@@ -98,37 +111,44 @@ class Product(OnGPU):
 
     @property
     def results(self) -> tuple[tuple[Shape, str], ...]:
-        a, b = (tuple(placeholder(*each).shape) for each in ((self.a, self.first), (self.b, self.second)))
+        a, b = (_shape(*each) for each in ((self.a, self.first), (self.b, self.second)))
         lead = () if self.op == "grouped_matmul" else jnp.broadcast_shapes(a[:-2], b[:-2])
-        return (((*lead, a[-2], b[-2]), self.dtype),)
+        return (((*lead, a[-2], b[-1 if self.op == THROUGH_BF16 else -2]), self.dtype),)
 
     def lowered(self, context: Any, *arrays: Any) -> Any:
-        return super().lowered(context, *arrays) if capability() == plans.HOPPER else None
+        fits = self.op == THROUGH_BF16 or capability() == plans.HOPPER
+        return super().lowered(context, *arrays) if fits else None
 
     def generic(self, *arrays: Any) -> list[Any]:
         n, m = len(self.first), len(self.first) + len(self.second)
-        a, b = tensor_of(self.a, self.first, arrays[:n]), tensor_of(self.b, self.second, arrays[n:m])
+        a, b = (
+            parts[0] if metadata is None else tensor_of(metadata, shapes, parts)
+            for metadata, shapes, parts in ((self.a, self.first, arrays[:n]), (self.b, self.second, arrays[n:m]))
+        )
         if self.op == "grouped_matmul":
             return [reference.grouped_matmul(a, b.mT, arrays[m], product_options(self.dtype))]
-        return [reference.matmul(a, b.mT, product_options(self.dtype, *arrays[m:]))]
+        b = b if self.op == THROUGH_BF16 else b.mT
+        return [reference.matmul(a, b, product_options(self.dtype, *arrays[m:]))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         _register("CUDA")
         ((shape, dtype),) = self.results
         passed, operands, rest = list[Any](), [], list(arrays)
-        for metadata in (self.a, self.b):
-            data, scale = rest.pop(0), rest.pop(0)
-            if metadata.recipe.format.scale.codec == E8M0:
-                metadata, scale = _in_fp32(metadata), powers(scale)  # which XLA does in one kernel, and torch in several
-            passed += [data, scale]
-            operands.append((metadata.to_json(), _listed([data, scale])))
+        for metadata, shapes in ((self.a, self.first), (self.b, self.second)):
+            parts = {name: rest.pop(0) for name, _, _ in shapes}
+            if self.op != THROUGH_BF16 and metadata is not None and metadata.recipe.format.scale.codec == E8M0:
+                # XLA decodes them in one kernel, and torch in several.
+                metadata, parts["x_scale"] = _in_fp32(metadata), powers(parts["x_scale"])
+            passed += parts.values()
+            operands.append((metadata and metadata.to_json(), shapes_of(parts)))
         # Another process may read it: JAX keeps what it has compiled on disk.
-        text = json.dumps([self.op, operands, _listed(rest), shape, dtype], separators=(",", ":"))
+        text = json.dumps([self.op, operands, self.added, shape, dtype], separators=(",", ":"))
         return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*passed, *rest, call=text)]
 
 
-def _listed(arrays: list[Any]) -> list[tuple[Shape, str]]:
-    return [(a.shape, dtype_name(a)) for a in arrays]
+def _shape(metadata: Metadata | None, shapes: Shapes) -> Shape:
+    """That of an operand with these arrays."""
+    return shapes[0][1] if metadata is None else tuple(placeholder(metadata, shapes).shape)
 
 
 @lru_cache(maxsize=256)
@@ -176,17 +196,21 @@ _read = lru_cache(maxsize=1024)(json.loads)
 
 
 def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, Any, Any, Any, Any]:
-    """(the op, a, b, what is added to the call, the result) of a text and the addresses of its arrays."""
-    op, scaled, added, shape, dtype = _read(text)
+    """(the op, both operands, what is added to the call, the result) of a text and the addresses of its arrays."""
+    op, operands, added, shape, dtype = _read(text)
     each = iter(addresses)
 
-    def tensors(parts: Iterable[tuple[Shape, str]]) -> list[Any]:
-        return [tensor_at(next(each), shape, dtype, device) for shape, dtype in parts]
+    def tensors(shapes: Shapes) -> list[Any]:
+        return [tensor_at(next(each), shape, dtype, device) for _, shape, dtype in shapes]
 
-    a, b = (Metadata.from_json(metadata).assembled(*tensors(parts)) for metadata, parts in scaled)
+    def operand(metadata: str | None, shapes: Shapes) -> Any:
+        arrays = tensors(shapes)
+        return arrays[0] if metadata is None else tensor_of(Metadata.from_json(metadata), shapes, arrays)
+
+    a, b = (operand(*each) for each in operands)
     (more,) = tensors(added) or (None,)
-    (out,) = tensors([(shape, dtype)])
-    return op, a, b.mT, more, out
+    out = tensor_at(next(each), shape, dtype, device)
+    return op, a, b if op == THROUGH_BF16 else b.mT, more, out
 
 
 def _in_memory(op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
@@ -197,17 +221,29 @@ def _in_memory(op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any],
 
 
 def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Callable[[Any], None]:
-    bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
-    with _current(stream, a.data.device):  # it may copy operands, to see what they become
-        executable = prepared(a, b, bias, dtype_name(out), offsets)
-    if not executable.copies:
-        return lambda stream: executable.enqueue(stream, a, b, added, out)
+    dtype = dtype_name(out)
+    with _current(stream, out.device):  # what prepares may copy operands, to see what they become
+        if op == THROUGH_BF16:
+            a, b = ContiguousOperand(a, False), ContiguousOperand(b, True)  # no copies: arrays of JAX are in C order
+            executable = bf16.executable(a, b, added, dtype)
+        else:
+            bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
+            executable = prepared(a, b, bias, dtype, offsets)
 
-    def copying(stream: int) -> None:
-        with _current(stream, a.data.device):
-            executable.enqueue(stream, a, b, added, out)
+    def enqueue(stream: int) -> None:
+        executable.enqueue(stream, a, b, added, out)
 
-    return copying
+    return _on_streams(out.device, enqueue) if op == THROUGH_BF16 or executable.copies else enqueue
+
+
+def _on_streams(device: Any, enqueue: Callable[[int], Any]) -> Callable[[int], None]:
+    """`enqueue` with the stream as torch's current one."""
+
+    def enqueue_there(stream: int) -> None:
+        with _current(stream, device):
+            enqueue(stream)
+
+    return enqueue_there
 
 
 def _current(stream: int, device: Any) -> Any:

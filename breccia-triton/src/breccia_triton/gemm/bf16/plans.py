@@ -119,6 +119,11 @@ def available(device: Device) -> str | None:
     return availability.available(device)
 
 
+def available_to_jax(device: Device) -> str | None:
+    """Why XLA cannot call the kernel, or None."""
+    return availability.missing_for_xla() or available(device)
+
+
 def accepts(call: Call) -> str | None:
     """Why operands are not multiplied through BF16, or None."""
     return _refused_product(call, rounded=False)
@@ -224,6 +229,8 @@ def _inexact(call: Call) -> dict[str, str]:
 
 #: How many times longer cuBLAS takes than the roofline says, and the launches of passes and product.
 _OVER, _LAUNCHES = 1.05, 4
+#: The host's seconds for a product that XLA calls (jax 0.11, H200, 512 rows); `fp8_matmul.cu` takes less.
+_HOST_OF_XLA = 300e-6
 
 
 def estimate(rows: int, columns: int, depth: int, matrices: int, formats: Sequence[Format | None], finishes: bool) -> float:
@@ -260,3 +267,8 @@ def score(call: Call) -> float:
     finishes = call.option("bias") is not None or call.option("out_dtype", "float32") == "float16"
     over = nearest(slowdowns(device_name(call.device)), head_of(formats), m, n, k)
     return (over or 1.0) * estimate(m, n, k, math.prod(b.shape[:-2]), formats, finishes)
+
+
+def score_in_jax(call: Call) -> float:
+    """Likewise where XLA calls the product."""
+    return max(score(call), _HOST_OF_XLA)

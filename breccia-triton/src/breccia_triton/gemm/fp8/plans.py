@@ -10,15 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from breccia import Codec, Device, Layout, ScalingRecipe
-from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape, targets
-from breccia.internal import install
+from breccia.backend import E4M3, E5M2, E8M0, F32, PLAIN, TENSOR, Block, Call, Operand, Shape
 
+from ... import availability
 from ...launch import compiler
 from ...tuning import roofline
 from ...tuning.measurements import device_name, measured, nearest, times_over_bound
@@ -69,11 +68,8 @@ def available(device: Device) -> str | None:
 
 
 def available_to_jax(device: Device) -> str | None:
-    """Why XLA cannot call the kernel, or None: it passes its memory through breccia-native to torch."""
-    if not targets.installed("breccia_native.xla_calls"):
-        return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
-    import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
-    return available(device)
+    """Why XLA cannot call the kernel, or None."""
+    return availability.missing_for_xla() or available(device)
 
 
 def accepts_matmul(call: Call) -> str | None:
