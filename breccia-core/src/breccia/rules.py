@@ -181,7 +181,7 @@ class Window:
     """The scales that a search tries besides the plain one, in this order.
 
     factors: encoded multiples of the unrounded plain scale. opposite: likewise, with the sign bit set, for codes whose range is
-    not symmetric. steps: distances from the plain scale's code, within the codes of positive numbers.
+    not symmetric. steps: distances from the plain scale's code, within the codes of positive numbers, in ascending order.
     """
 
     factors: tuple[float, ...] = ()
@@ -220,6 +220,17 @@ class Search(Rule):
                 f"rule {self.name!r} has no window of {codec.name} scales around the plain one; use another rule."
             )
         return window
+
+    def needless(self, codec: Codec, element: Codec, qmax: float, two_levels: bool) -> int:
+        """How many steps at the end of the window lead to scales that are never better than the plain one.
+
+        That is a power of two under which no element of its block is beyond the codes. Of the numbers of codes under twice that
+        scale, those within this reach are numbers of codes under it too, so that it has one as near to each element. Products
+        with powers of two are exact, and rounding keeps the order of distances, squares and sums.
+        """
+        if two_levels or not isinstance(codec, PowerOfTwo) or not isinstance(element, Minifloat | Integer) or qmax > element.max:
+            return 0
+        return sum(step > 0 for step in self.window(codec).steps)
 
     def candidates(
         self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None

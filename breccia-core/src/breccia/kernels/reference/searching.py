@@ -45,7 +45,9 @@ def searched(
     level, element = fmt.scale, fmt.element
     power = power_below(ops, ops.bitcast_to_int(statistic))
     y = without_small(ops, clean * power)
-    every = rule.candidates(ops, statistic, level.codec, element, fmt.qmax(level), factor)
+    qmax = fmt.qmax(level)
+    every = rule.candidates(ops, statistic, level.codec, element, qmax, factor)
+    every = every[: every.shape[0] - rule.needless(level.codec, element, qmax, factor is not None)]
 
     def compared(best: Array, least: Array, codes: Array) -> tuple[Array, Array]:
         """(the best scales so far, their errors), with one more candidate"""
