@@ -161,7 +161,7 @@ def breccia_kernels() -> Iterable[Kernel]:
             device="cuda",
             available=f"breccia_triton.availability:{'available' if framework == 'torch' else 'available_to_jax'}",
             accepts=f"breccia_triton.gemm.fused.plans:{accepts}",
-            score="breccia_triton.gemm.fused.plans:score",
+            score=f"breccia_triton.gemm.fused.plans:{'score' if framework == 'torch' else 'score_in_jax'}",
             reads=STORAGES,
             knows=knows,
         )
