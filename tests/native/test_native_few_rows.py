@@ -138,17 +138,16 @@ def test_nan_stays_in_its_row_and_bits_do_not_depend_on_threads() -> None:
     for name in ("Q4_1", "Q6_K"):
         st = drawn_weight(name, 700, 576)
         x = drawn(3, 576)
+        alone = native.matmul_int8(x, st.mT)
         x[1, 300] = np.nan
-        try:
-            found = []
-            for number in (1, 2, 3):
-                breccia.set_num_threads(number)
-                found.append(native.matmul_int8(x, st.mT))
-        finally:
-            breccia.set_num_threads(before)
-        assert np.isnan(found[0][1]).all() and np.isfinite(found[0][[0, 2]]).all()
-        for other in found[1:]:
-            np.testing.assert_array_equal(other[[0, 2]].view(np.uint32), found[0][[0, 2]].view(np.uint32))
+        for number in (1, 2, 3):
+            breccia.set_num_threads(number)
+            try:
+                found = native.matmul_int8(x, st.mT)
+            finally:
+                breccia.set_num_threads(before)
+            assert np.isnan(found[1]).all()
+            np.testing.assert_array_equal(found[[0, 2]].view(np.uint32), alone[[0, 2]].view(np.uint32))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -158,10 +157,10 @@ def test_a_scale_or_bias_that_is_not_finite_spoils_its_row_alone(number: float, 
     st, x = drawn_weight("Q4_1", 9, 576), drawn(2, 576)
     spoiled = getattr(st, part).copy()
     spoiled[5, 17] = number
-    found = native.matmul_int8(x, replaced(st, **{part: spoiled}).mT)
+    found, alone = native.matmul_int8(x, replaced(st, **{part: spoiled}).mT), native.matmul_int8(x, st.mT)
     assert not np.isfinite(found[:, 5]).any()
-    found[:, 5] = native.matmul_int8(x, st.mT)[:, 5]
-    check(found, x, st, 32)
+    others = np.arange(9) != 5
+    np.testing.assert_array_equal(found[:, others].view(np.uint32), alone[:, others].view(np.uint32))
 
 
 def test_prepared_products_round_as_named_ones() -> None:

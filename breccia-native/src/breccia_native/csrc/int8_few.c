@@ -5,7 +5,7 @@
    lane j of a sum of integers has codes 4j to 4j + 3, which share a scale. Of 4-bit codes it takes 128 at a time, the even ones and
    the odd ones, as activations are packed: lane j has codes 8j to 8j + 7. A sum starts with what making codes unsigned adds, so it
    is the sum for the codes as they are. Biases are multiplied by the sums of activations. FP16 scales and biases are read as they
-   are stored: all finite ones are within the limits, and others show in the sums. */
+   are stored: all finite ones are within the limits, and others make their row's products NaN or Inf. */
 
 #define VECTOR_BYTES 64
 #include "instructions.h"
@@ -99,16 +99,16 @@ static void pack_few(const grouping *g, int kind, const float *x, Py_ssize_t k, 
 }
 
 /* Scales and biases of rows of the weight, from row `first` to `end`: where the first are, and the bytes of a row. halves: whether
-   they are in FP16, else they are in FP32. ahead, ahead_of_scales: how far ahead codes, and scales and biases, are fetched. */
+   they are in FP16, else they are in FP32. ahead, ahead_of_scales: how far ahead codes, and stored scales and biases, are fetched. */
 typedef struct {
     Py_ssize_t first, end;
     const uint8_t *scales, *biases;
     Py_ssize_t bytes, ahead, ahead_of_scales;
     int halves;
-} few_rows;
+} weight_rows;
 
 /* Scales of the groups from `group` on. */
-INLINE __m512 scales_at(const few_rows *p, const uint8_t *row, Py_ssize_t group, __mmask16 here)
+INLINE __m512 scales_at(const weight_rows *p, const uint8_t *row, Py_ssize_t group, __mmask16 here)
 {
     if (p->halves)
         return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(here, row + 2 * group));
@@ -149,16 +149,15 @@ INLINE __m512i sixty_four(const int kind, const int how, const unpacking *u, __m
     return kind == TABLE4 ? _mm512_shuffle_epi8(u->table, v) : v;
 }
 
-/* Products of rows of the weight and one row of activations, ROWS rows at a time. Returns whether all scales are finite. */
-INLINE int few_streamed(const int kind, const int how, const int role, const int q, const weight *w, const grouping *g,
-    const few_rows *p, const few_x *x, float *y)
+/* Products of rows of the weight and one row of activations, ROWS rows at a time. */
+INLINE void few_streamed(const int kind, const int how, const int role, const int q, const weight *w, const grouping *g,
+    const weight_rows *p, const few_x *x, float *y)
 {
     const unpacking u = unpacking_of(w, g);
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const int step = step_of(how), bytes = step * w->width / 8, lanes_of_group = 16 * q / step;
     const __m512i group_of_lane = _mm512_srli_epi32(lanes, (unsigned)__builtin_ctz((unsigned)lanes_of_group));
     const Py_ssize_t groups = w->k / q, base = scale_row(w, p->first);
-    __m128 beyond = _mm_setzero_ps(); /* NaN where a product is not finite */
     for (Py_ssize_t n = p->first; n < p->end; n += ROWS) {
         const uint8_t *codes[ROWS], *scales[ROWS], *biases[ROWS];
         __m512 a[ROWS], o[ROWS];
@@ -169,7 +168,7 @@ INLINE int few_streamed(const int kind, const int how, const int role, const int
             scales[r] = p->scales + at, biases[r] = p->biases + at;
             a[r] = o[r] = _mm512_setzero_ps();
         }
-        for (Py_ssize_t i = 0; i < ROWS * p->bytes; i += 64) {
+        for (Py_ssize_t i = 0; p->ahead_of_scales && i < ROWS * p->bytes; i += 64) {
             _mm_prefetch((const char *)scales[0] + p->ahead_of_scales + i, _MM_HINT_T1);
             if (role == BIAS)
                 _mm_prefetch((const char *)biases[0] + p->ahead_of_scales + i, _MM_HINT_T1);
@@ -213,17 +212,15 @@ INLINE int few_streamed(const int kind, const int how, const int role, const int
         if (role == BIAS)
             UNROLL for (int r = 0; r < ROWS; r++) a[r] = _mm512_add_ps(a[r], o[r]);
         const __m128 sums = sums_of_four(a);
-        beyond = _mm_fmadd_ps(sums, _mm_setzero_ps(), beyond);
         _mm_mask_storeu_ps(y + n, (__mmask8)first_lanes(p->end - n < ROWS ? p->end - n : ROWS), sums);
     }
-    return _mm_movemask_ps(_mm_cmpunord_ps(beyond, beyond)) == 0;
 }
 
-typedef int (*few_stream)(const weight *, const grouping *, const few_rows *, const few_x *, float *);
+typedef void (*few_stream)(const weight *, const grouping *, const weight_rows *, const few_x *, float *);
 #define FEW_STREAM(kind, how, role, q)                                                                                      \
-    static int few_##kind##how##role##q(const weight *w, const grouping *g, const few_rows *p, const few_x *x, float *y)      \
+    static void few_##kind##how##role##q(const weight *w, const grouping *g, const weight_rows *p, const few_x *x, float *y)      \
     {                                                                                                                       \
-        return few_streamed(kind, how, role, q, w, g, p, x, y);                                                             \
+        few_streamed(kind, how, role, q, w, g, p, x, y);                                                                    \
     }
 #define FEW_OF(kind, how, role)                                                                                             \
     FEW_STREAM(kind, how, role, 16) FEW_STREAM(kind, how, role, 32) FEW_STREAM(kind, how, role, 64)
@@ -252,7 +249,7 @@ static int rows_of_few(const weight *w, const grouping *g, const workspace *to, 
     const int halves = w->block == g->q && w->factor == 1 && !w->divides && are_halves(&w->scale) &&
         (w->role == NONE || are_halves(&w->offset));
     const Py_ssize_t ahead = ROWS * w->row_bytes, length = (w->k + CHUNK - 1) / CHUNK * CHUNK;
-    few_rows p = {.first = first, .end = end, .halves = halves};
+    weight_rows p = {.first = first, .end = end, .halves = halves};
     p.ahead = ahead > 8192 && ahead <= 16384 ? ahead : 8192; /* as in rows_of */
     if (halves) {
         p.bytes = 2 * w->groups;
@@ -271,12 +268,11 @@ static int rows_of_few(const weight *w, const grouping *g, const workspace *to, 
     const int length_of_group = g->q == 16 ? 0 : g->q == 32 ? 1 : 2;
     const int narrow = w->width < kind_bits[w->codes.kind];
     const few_stream stream = few_streams[stream_of(w->codes.kind)][narrow][w->role == BIAS][length_of_group];
-    int fine = 1;
     for (Py_ssize_t i = 0; i < m; i++) {
         const few_x row = few_at(g, x + i * words_of_few(g, length), length);
-        fine &= stream(w, g, &p, &row, y + i * w->n) || !halves;
+        stream(w, g, &p, &row, y + i * w->n);
     }
-    return fine;
+    return 1;
 }
 
 const mode_version int8_few = {pack_few, rows_of_few, no_lift, always, FEW_ROWS, 0, one_claim};
