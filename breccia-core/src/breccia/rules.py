@@ -6,7 +6,7 @@ A recipe names one rule per level. Their arithmetic is in docs/spec/numerics.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .codecs import Codec, Integer, Lookup, Minifloat, PowerOfTwo
@@ -221,16 +221,23 @@ class Search(Rule):
             )
         return window
 
-    def needless(self, codec: Codec, element: Codec, qmax: float, two_levels: bool) -> int:
-        """How many steps at the end of the window lead to scales that are never better than the plain one.
+    def needless(self, codec: Codec, element: Codec) -> int:
+        """How many steps at the end of the window are tried in vain: those above a plain scale that is a power of two.
 
-        That is a power of two under which no element of its block is beyond the codes. Of the numbers of codes under twice that
-        scale, those within this reach are numbers of codes under it too, so that it has one as near to each element. Products
-        with powers of two are exact, and rounding keeps the order of distances, squares and sums.
+        No element of its block is beyond the plain scale's codes. The numbers of codes under twice that scale that are within
+        their reach are numbers of its own codes, and further ones are not nearer to an element. So it has a number as near to
+        each element, and the first of the best scales is never twice as large. Products with powers of two are exact, and
+        rounding keeps the order of distances, squares and sums. (Numbers that count as zero are 2^-20 of the largest element:
+        no element codec of 8 bits has them.)
         """
-        if two_levels or not isinstance(codec, PowerOfTwo) or not isinstance(element, Minifloat | Integer) or qmax > element.max:
+        if not isinstance(codec, PowerOfTwo) or not isinstance(element, Minifloat | Integer):
             return 0
         return sum(step > 0 for step in self.window(codec).steps)
+
+    def tried(self, codec: Codec, element: Codec) -> Window:
+        """The window without what is tried in vain. Raises RecipeError if the codec has none."""
+        window = self.window(codec)
+        return replace(window, steps=window.steps[: len(window.steps) - self.needless(codec, element)])
 
     def candidates(
         self, ops: Ops, statistic: Array, codec: Codec, element: Codec, qmax: float, global_scale: Array | None

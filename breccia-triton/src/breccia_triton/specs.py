@@ -370,7 +370,7 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
         raise Unsupported(f"rule {rule.name!r} writes no powers of two")
     if rule is not None and formula["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
         raise Unsupported(f"rule {rule.name!r} writes powers of two only")
-    window = formula["window"] = _window(rule, codec, fmt, qmax)
+    window = formula["window"] = _window(rule, codec, fmt.element)
     top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"] + max((0, *(window.steps if window else ())))
     largest = codec.need_nan() - 1 - kernel_codec.bias if isinstance(kernel_codec, Powers) else 126
     formula["extreme"] = isinstance(kernel_codec, Powers) and top >= largest
@@ -416,19 +416,18 @@ def _formula(fmt: Format, rule: rules.Rule, qmax: float, outermost: bool) -> dic
             raise Unsupported(f"it does not have the scale rule {rule.name!r} here")
 
 
-def _window(rule: rules.Rule | None, codec: Codec, fmt: Format, qmax: float) -> Window | None:
-    """The window of a rule that searches, without scales that are never the best."""
+def _window(rule: rules.Rule | None, codec: Codec, element: Codec) -> Window | None:
+    """The window of a rule that searches."""
     if not isinstance(rule, rules.Search):
         return None
     try:
-        window = rule.window(codec)
+        window = rule.tried(codec, element)
     except RecipeError as e:
         raise Unsupported(f"rule {rule.name!r} has no window of {codec.name} scales") from e
-    signs = rules.takes_signs(codec, fmt.element)
-    steps = window.steps[: len(window.steps) - rule.needless(codec, fmt.element, qmax, fmt.global_scale is not None)]
+    signs = rules.takes_signs(codec, element)
     multiples = (*window.factors, *(-factor for factor in window.opposite if signs))
     lowest, highest = (0, codec.need_nan() - 1) if isinstance(codec, PowerOfTwo) else (1, getattr(codec, "highest", 0))
-    return Window(multiples, steps, lowest, highest, signs)
+    return Window(multiples, window.steps, lowest, highest, signs)
 
 
 def _number(bits: int) -> float:

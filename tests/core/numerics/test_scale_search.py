@@ -13,7 +13,7 @@ from recipes import declared
 
 import breccia
 from breccia import INT4Scaling, Level, NVFP4BlockScaling, OptionError, RecipeError, ShapeError, UnsupportedError
-from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, UINT4, Codec
+from breccia.codecs import E2M1, E4M3, E8M0, F16, F32, INT4, NF4, UINT4, Codec
 from breccia.formats import TENSOR
 from breccia.rules import FOUR_SIX, MSE
 from breccia.testing import oracle, strategies
@@ -228,6 +228,14 @@ def test_candidates_are_those_of_the_specification() -> None:
     assert (candidates(MSE, E4M3, E2M1, 6.0) - 0x38).tolist() == [0, -8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6]
     assert candidates(MSE, E8M0, E2M1, 6.0).tolist() == [127, 126, 128]
     assert candidates(FOUR_SIX, E4M3, E2M1, 6.0).tolist() == [0x38, 0x3C]
+
+
+def test_twice_a_power_of_two_is_tried_in_vain() -> None:
+    """The oracle tries it, and laws compare what casts choose."""
+    for element in (E2M1, INT4):
+        assert MSE.needless(E8M0, element) == 1 and MSE.tried(E8M0, element).steps == (-1,)
+    assert MSE.needless(E8M0, NF4) == 0 and MSE.tried(E8M0, NF4).steps == (-1, 1)
+    assert MSE.needless(E4M3, E2M1) == 0 and MSE.tried(E4M3, E2M1) == MSE.window(E4M3)
 
 
 def test_recipes_that_search_have_formats_of_their_own_name_only() -> None:

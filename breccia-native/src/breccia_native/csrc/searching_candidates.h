@@ -35,25 +35,9 @@ typedef struct {
     Py_ssize_t some, first[CANDIDATES], twin[CANDIDATES];
 } window;
 
-/* Whether the plain scale is at least as good as twice itself. It is a power of two under which no element of the block is beyond the
-   codes. Of the numbers of codes under twice that scale, those within this reach are numbers of codes under it too: it has one as near
-   to each element. Products with powers of two are exact, and rounding keeps the order of distances, squares and sums. */
-INLINE int doubles_are_no_better(const searched *s)
-{
-    if (s->codec != POWERS || s->global != 1 || s->kind == TABLES)
-        return 0;
-    if (s->kind == FLOATS)
-        return s->qmax <= float_of(s->floats.largest);
-    return s->qmax <= s->integers.high && (s->integers.low == 0 || s->qmax <= -s->integers.low);
-}
-
 static window window_of(const searched *s)
 {
-    Py_ssize_t some_steps = s->some_steps;
-    if (doubles_are_no_better(s))
-        while (some_steps && s->steps[some_steps - 1] > 0)
-            some_steps--;
-    window found = {1 + s->some_factors + s->some_opposite + some_steps, {0}, {0}};
+    window found = {1 + s->some_factors + s->some_opposite + s->some_steps, {0}, {0}};
     for (Py_ssize_t i = 0, n = 1; i < s->some_factors; i++, n++)
         found.first[n] = i && s->factors[i - 1] < s->factors[i] ? found.first[n - 1] : n;
     for (Py_ssize_t i = 0, n = 1 + s->some_factors; i < s->some_opposite; i++, n++) {
@@ -62,7 +46,7 @@ static window window_of(const searched *s)
             if (s->factors[j] == s->opposite[i])
                 found.twin[n] = 1 + j;
     }
-    for (Py_ssize_t i = 0, n = found.some - some_steps; i < some_steps; i++, n++)
+    for (Py_ssize_t i = 0, n = found.some - s->some_steps; i < s->some_steps; i++, n++)
         found.first[n] = i && s->steps[i - 1] < s->steps[i] ? found.first[n - 1] : n;
     return found;
 }

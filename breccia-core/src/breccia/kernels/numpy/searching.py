@@ -36,7 +36,7 @@ class Searching:
         fmt, rule = recipe.format, recipe.rules[-1]
         codec = fmt.scale.codec
         assert isinstance(rule, Search)
-        window, signs = rule.window(codec), takes_signs(codec, fmt.element)
+        window, signs = rule.tried(codec, fmt.element), takes_signs(codec, fmt.element)
         self._codes, self._microkernel, self._qmax = codes, microkernel, fmt.qmax(fmt.scale)
         self._codec = _number_of(codec)
         opposite = window.opposite if signs else ()

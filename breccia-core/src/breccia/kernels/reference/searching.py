@@ -45,9 +45,8 @@ def searched(
     level, element = fmt.scale, fmt.element
     power = power_below(ops, ops.bitcast_to_int(statistic))
     y = without_small(ops, clean * power)
-    qmax = fmt.qmax(level)
-    every = rule.candidates(ops, statistic, level.codec, element, qmax, factor)
-    every = every[: every.shape[0] - rule.needless(level.codec, element, qmax, factor is not None)]
+    every = rule.candidates(ops, statistic, level.codec, element, fmt.qmax(level), factor)
+    every = every[: every.shape[0] - rule.needless(level.codec, element)]
 
     def compared(best: Array, least: Array, codes: Array) -> tuple[Array, Array]:
         """(the best scales so far, their errors), with one more candidate"""
