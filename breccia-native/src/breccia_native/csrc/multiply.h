@@ -13,8 +13,8 @@ typedef struct {
     Py_ssize_t start;  /* of its rows among those that threads claim: a multiple of CLAIM */
 } multiplicand;
 
-/* The most weights that are multiplied by the same activations in one call. */
-enum { MOST_WEIGHTS = 4 };
+/* The most weights that are multiplied by the same activations in one call: those of an attention layer. */
+enum { MOST_WEIGHTS = 3 };
 
 /* Products of the same activations that several threads compute: they take parts of the activations to pack, then rows of the
    weights. These differ only in their length n, their factors, and where their numbers are. */

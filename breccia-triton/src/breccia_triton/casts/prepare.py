@@ -310,7 +310,6 @@ class Prepared:
             return False
         if self.turns and (self.op == "cast_pair" or self.axis == -2):
             return self._panels(read, block, arguments, constants["V"])
-        kernel_arguments = arguments | {"blocks": Argument("i32")}
         bits, facts = self.spec.element.bits, {"large": read.large, "backward": bool(self.passes)}
         if self.axis == -1:
             # What all programs compute from the amax of the tensor is worth more than one tile.
@@ -321,15 +320,16 @@ class Prepared:
             shape = replace(shape, **facts)
             function, integers = lanes_kernel, (matrices * rows * columns // shape.block,)
             programs = divided_up(integers[0], shape.blocks)
+            kernel_arguments = arguments | {"blocks": Argument("i32")}
         else:
             most = 16 if read.itemsize == 4 or self.spec.element.kind == "table" else 32
             shape = strips_of(block, rows, columns, bits, most, self._choice("strips", block))
             if shape is None:
                 return False
             shape = replace(shape, **facts)
-            function, integers = strips_kernel, (matrices * rows // shape.block, columns)
-            programs = integers[0] * divided_up(columns, shape.wide)
-            kernel_arguments["columns"] = Argument("i32", columns % 16 == 0)
+            function, integers = strips_kernel, (columns,)
+            programs = matrices * rows // shape.block * divided_up(columns, shape.wide)
+            kernel_arguments = arguments | {"columns": Argument("i32", columns % 16 == 0)}
         kernel_constants = {"S": self.spec, "L": shape, "V": constants["V"]}
         self.launch = Launch(function, (programs, 1, 1), kernel_arguments, kernel_constants, shape.warps, integers)
         return True

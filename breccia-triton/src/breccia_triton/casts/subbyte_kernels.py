@@ -334,9 +334,9 @@ def _store_six(to, groups, exists, LANES: tl.constexpr):
 
 @triton.jit
 def strips_kernel(
-    x, data, scale, zero_point, global_scale, amax, blocks, columns, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
+    x, data, scale, zero_point, global_scale, amax, columns, S: tl.constexpr, L: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
-    """As `lanes_kernel`, for blocks down the columns, `blocks` below each other. A thread has LANE rows of EACH columns."""
+    """As `lanes_kernel`, for blocks down the columns. A thread has LANE rows of EACH columns."""
     WIDE: tl.constexpr = L.wide
     LANE: tl.constexpr = L.lane
     EACH: tl.constexpr = L.each
