@@ -64,7 +64,7 @@ def products(result: Result) -> Table:
         "kernel": "kernel",
     }
     side = result["options"]["sides"][1]
-    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; operands are quantized before. "
+    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; what is quantized has been before. "
     return table("products in JAX on a GPU", columns, rows, note + medians(result) + raised(rows))
 
 

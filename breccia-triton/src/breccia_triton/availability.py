@@ -6,8 +6,8 @@ import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from breccia import Device
-from breccia.backend import targets
+from breccia import BrecciaError, Device, ScalingRecipe
+from breccia.backend import Call, targets
 from breccia.internal import install
 
 #: The least compute capability whose instructions the kernels use.
@@ -42,6 +42,18 @@ def missing_for_xla() -> str | None:
     if not targets.installed("breccia_native.xla_calls"):
         return f"breccia-native is not installed, or was built without a C compiler; {install('breccia-native')}"
     import_module("torch")  # a process of JAX has not imported it, and its build and its measurements count
+    return None
+
+
+def refused_by_xla(call: Call) -> str | None:
+    """Why a program of XLA cannot hold the operands of a product of torch, or None: it keeps their recipes as text."""
+    for name, operand in (("a", call.a), ("b", call.b)):
+        if operand is None or operand.recipe is None:
+            continue
+        try:
+            ScalingRecipe.from_json(operand.recipe.to_json())
+        except BrecciaError as e:
+            return f"{name}: XLA keeps recipes as text, and cannot read this one: {e}"
     return None
 
 

@@ -79,8 +79,8 @@ def breccia_kernels() -> Iterable[Kernel]:
             opt_in=opt_in,
         )
     for op, accepts, score in (
-        ("matmul", "accepts_either", f"{home}.fp8.plans:score"),
-        ("grouped_matmul", "accepts_grouped", None),
+        ("matmul", "accepts_in_jax", f"{home}.fp8.plans:score"),
+        ("grouped_matmul", "accepts_grouped_in_jax", None),
     ):
         yield Kernel(
             op,
@@ -99,7 +99,7 @@ def breccia_kernels() -> Iterable[Kernel]:
         "triton.jax.matmul_bf16",
         device="cuda",
         available=f"{home}.bf16.plans:available_to_jax",
-        accepts=f"{home}.bf16.plans:accepts",
+        accepts=f"{home}.bf16.plans:accepts_in_jax",
         score=f"{home}.bf16.plans:score_in_jax",
         reads=STORAGES,
         knows=READ,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from in_frameworks import moved  # noqa: E402
 
 import breccia  # noqa: E402
 from breccia import Device, ScaledTensor  # noqa: E402
-from breccia.backend import product_options  # noqa: E402
+from breccia.backend import product_options, targets  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia_jax import ops, primitive  # noqa: E402
 from breccia_triton import availability  # noqa: E402
@@ -34,6 +35,7 @@ from breccia_triton.gemm.bf16 import plans as through_bf16  # noqa: E402
 from breccia_triton.gemm.fp8 import plans  # noqa: E402
 from breccia_triton.jax import foreign, launch  # noqa: E402
 from breccia_triton.jax.foreign import TARGET  # noqa: E402
+from breccia_triton.plugin import breccia_kernels  # noqa: E402
 
 ON_GPU = jax.default_backend() == "gpu"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -237,7 +239,7 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
 
     monkeypatch.setattr(foreign, "_current", entered)
     monkeypatch.setattr(foreign, "prepared", prepared)
-    monkeypatch.setattr(foreign.bf16, "executable", prepared)
+    monkeypatch.setattr(foreign.bf16, "prepared", prepared)
     a, b = (moved(st, "torch") for st in operands("fp8_current", "fp8_current"))
     added = torch.tensor([16, 48], dtype=torch.int32) if op == "grouped_matmul" else torch.zeros(40)
     enqueue = foreign._on_device(7, op, a, b.mT, added, torch.empty(48, 40))
@@ -245,6 +247,80 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
     enqueue(9)
     there = copies or op == foreign.THROUGH_BF16  # it has memory of torch's allocator
     assert calls == [(stream, [stream] * there, added.dtype) for stream in (7, 9)]
+
+
+def test_a_product_without_a_kernel_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "_current", lambda stream, device: nullcontext())
+    monkeypatch.setattr(foreign.bf16, "prepared", lambda *arguments: "planted")
+    a, b = (moved(st, "torch") for st in operands("mxfp8", "mxfp8"))
+    with pytest.raises(breccia.KernelError, match="through BF16 that has no kernel: planted. Prefer another kernel."):
+        foreign._on_device(7, foreign.THROUGH_BF16, a, b.mT, None, torch.empty(48, 40))
+
+
+def test_products_through_bf16_are_prepared_once_for_equal_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(foreign, "_current", lambda stream, device: nullcontext())
+    monkeypatch.setattr(foreign.bf16, "_calls", foreign.Remembered())
+    monkeypatch.setattr(foreign.bf16, "executable", lambda *arguments: made.append(arguments) or Fake(False, [], []))
+    for seed in range(3):
+        a, b = (moved(st, "torch") for st in operands("mxfp8", "mxfp8", seed=seed))
+        foreign._on_device(7, foreign.THROUGH_BF16, a, b.mT, None, torch.empty(48, 40))
+    assert len(made) == 1
+
+
+@dataclass(frozen=True)
+class Undeclared(breccia.MXFP8BlockScaling):
+    name = "undeclared"
+
+
+def test_recipes_of_no_plug_in_are_refused_by_name() -> None:
+    known, other = (SimpleNamespace(recipe=recipe) for recipe in (breccia.recipe("mxfp8"), Undeclared()))
+    array: Any = SimpleNamespace(recipe=None)
+    assert availability.refused_by_xla(SimpleNamespace(a=array, b=known)) is None  # pyright: ignore
+    for accepts in (plans.accepts_in_jax, plans.accepts_grouped_in_jax, through_bf16.accepts_in_jax):
+        why = accepts(SimpleNamespace(a=known, b=other))  # pyright: ignore
+        assert why is not None and why.startswith("b: XLA keeps recipes as text, and cannot read this one: ")
+        assert "undeclared" in why
+
+
+def chosen(first: str | None, second: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel with the least score for a product of BF16 or quantized rows by a weight of 8192x8192 on an H200."""
+
+    def described(spec: str | None, shape: tuple[int, int], axis: int) -> Any:
+        if spec is None:
+            return SimpleNamespace(
+                recipe=None, shape=shape, dtype="bfloat16", layout=None, storage="plain", empty=False, axis=-1
+            )
+        st = breccia.cast(np.zeros((256, 256), np.float32), spec, axis=axis)
+        facts = {"storage": "plain", "dtype": None, "empty": False, "axis": axis}
+        return SimpleNamespace(recipe=st.recipe, layout=st.layout, shape=shape, **facts)
+
+    for each in (plans, through_bf16):
+        monkeypatch.setattr(each, "device_name", lambda device: "NVIDIA H200")
+    options = {"out_dtype": "bfloat16"}
+    call: Any = SimpleNamespace(op="matmul", framework="jax", device=Device("cuda", 0, (9, 0)), bias=None)
+    call.a, call.b = described(first, (rows, 8192), -1), described(second, (8192, 8192), -2)
+    call.option = lambda name, default=None: options.get(name, default)
+    scores: dict[str, float] = {}
+    for kernel in breccia_kernels():
+        if (kernel.op, kernel.framework) == ("matmul", "jax") and targets.load(kernel.accepts)(call) is None:
+            scores[kernel.name] = targets.load(kernel.score)(call)
+    return min(scores, key=scores.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "few", "some", "many"),
+    [
+        ("mxfp8", "mxfp8", "cuda.jax.fp8_matmul", "cuda.jax.fp8_matmul", "triton.jax.matmul_bf16"),
+        ("fp8_block", "fp8_block,block_m=128", "cuda.jax.fp8_matmul", "cuda.jax.fp8_matmul", "cuda.jax.fp8_matmul"),
+        *((None, spec, "triton.jax.matmul", *["triton.jax.matmul_bf16"] * 2) for spec in ("int4", "int8", "nvfp4")),
+    ],
+)
+def test_the_kernel_that_was_measured_to_be_fastest_is_chosen(
+    first: str | None, second: str, few: str, some: str, many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in docs/measured/gpu-jax.md."""
+    assert [chosen(first, second, rows, monkeypatch) for rows in (16, 512, 4096)] == [few, some, many]
 
 
 def test_a_call_without_its_stream_is_refused() -> None:

@@ -67,11 +67,18 @@ def need_one_device_for(a: ContiguousOperand, b: ContiguousOperand, bias: Any) -
 Make = Callable[[ContiguousOperand, ContiguousOperand, Any, str], Executable]
 
 
+def prepared(
+    calls: Remembered, make: Make, a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str
+) -> Executable | str:
+    """The executable for operands with these facts, which `calls` remembers; or why `make` refuses them."""
+    key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
+    return remembered(calls, key, lambda: make(a, b, bias, out_dtype))
+
+
 def multiplied(calls: Remembered, make: Make, a: ContiguousOperand, b: ContiguousOperand, options: ProductOptions) -> Any:
     """The product by an executable that `calls` remembers, or by decoding where `make` refuses."""
     out_dtype, bias, out = options
-    key = (a.facts, b.facts, out_dtype, None if bias is None else (bias.dtype, bias.device))
-    call = remembered(calls, key, lambda: make(a, b, bias, out_dtype))
+    call = prepared(calls, make, a, b, bias, out_dtype)
     if isinstance(call, str):
         return composites.matmul(a.original, b.original, options)
     return call(a, b, bias, out)

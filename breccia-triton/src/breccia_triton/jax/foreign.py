@@ -207,7 +207,7 @@ def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, A
         arrays = tensors(shapes)
         return arrays[0] if metadata is None else tensor_of(Metadata.from_json(metadata), shapes, arrays)
 
-    a, b = (operand(*each) for each in operands)
+    a, b = (operand(*described) for described in operands)
     (more,) = tensors(added) or (None,)
     out = tensor_at(next(each), shape, dtype, device)
     return op, a, b if op == THROUGH_BF16 else b.mT, more, out
@@ -225,7 +225,9 @@ def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Ca
     with _current(stream, out.device):  # what prepares may copy operands, to see what they become
         if op == THROUGH_BF16:
             a, b = ContiguousOperand(a, False), ContiguousOperand(b, True)  # no copies: arrays of JAX are in C order
-            executable = bf16.executable(a, b, added, dtype)
+            executable = bf16.prepared(a, b, added, dtype)
+            if isinstance(executable, str):
+                raise KernelError(f"XLA called a product through BF16 that has no kernel: {executable}. Prefer another kernel.")
         else:
             bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
             executable = prepared(a, b, bias, dtype, offsets)

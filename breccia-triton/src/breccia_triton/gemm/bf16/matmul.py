@@ -42,6 +42,7 @@ from ...launch.triton_launch import Launch
 from ...operands import addresses, codes_of, hardware, leading
 from ...specs import Unsupported, needed
 from ...tuning.choices import Choose, choices_of
+from .. import contiguous
 from ..contiguous import ContiguousOperand, multiplied, need_one_device_for
 from .kernels import DecodedOperand, exact_kernel, finishing_kernel, mending_kernel
 from .plans import STORED, numbers_of, range_of
@@ -74,6 +75,11 @@ def _multiplied(calls: Remembered, a: Any, b: Any, options: ProductOptions, roun
 
 #: Prepared calls; for calls that the kernels do not support, the reason.
 _calls, _rounded_calls = Remembered(), Remembered()
+
+
+def prepared(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str) -> Executable | str:
+    """The product of operands with these facts, made where no earlier call had them; or why the kernels do not support it."""
+    return contiguous.prepared(_calls, executable, a, b, bias, out_dtype)
 
 
 def executable(a: ContiguousOperand, b: ContiguousOperand, bias: Any, out_dtype: str, rounds: bool = False) -> Executable:

@@ -79,11 +79,18 @@ def accepts_matmul(call: Call) -> str | None:
     return pair if isinstance(pair, str) else _refused_shapes(call)
 
 
-def accepts_either(call: Call) -> str | None:
-    """Why the kernel multiplies neither these operands nor, transposed, b.mT by a.mT, or None."""
+def accepts_in_jax(call: Call) -> str | None:
+    """Why XLA calls the kernel neither for these operands nor, transposed, for b.mT by a.mT, or None."""
     assert call.b is not None
+    if (why := availability.refused_by_xla(call)) is not None:
+        return why
     pair = scales_of(call.a, call.b)
     return _refused_shapes(call) if turns(pair) and call.bias is None else accepts_matmul(call)
+
+
+def accepts_grouped_in_jax(call: Call) -> str | None:
+    """Why XLA does not call the kernel for groups of rows of these operands, or None."""
+    return availability.refused_by_xla(call) or accepts_grouped(call)
 
 
 def _refused_shapes(call: Call) -> str | None:

@@ -257,8 +257,8 @@ _SHORT_BLOCKS = 2.5
 #: How many times longer integer codes take than FP8 ones where the tensor cores bound a product: measured on an H200 for
 #: 4096 x 4096 x 4096 in BF16, 564 (INT8) and 606 (INT4) against 405 us.
 _INTEGERS = 1.4
-#: How many times longer products take in JAX, whose layers keep K first: 1.8 to 3.8 times the estimate for 512 and 4096 rows of
-#: BF16 by 8192 x 8192 weights in INT8, INT4 and NVFP4 on an H200.
+#: How many times longer products take in JAX on an H200, with 512 and 4096 rows and 8192 x 8192 weights: 1.8 to 3.8 times the
+#: estimate for BF16 by INT8, INT4 and NVFP4 weights with K first, 2.1 for pairs in FP8 blocks, and 7 for pairs of MXFP8.
 _IN_JAX = 2.0
 
 
