@@ -89,8 +89,9 @@ def _product(op: str, a: Any, b: Any, added: dict[str, Any], options: ProductOpt
     arrays = [*first.values(), *second.values(), *added.values()]
     if options.out is not None or not all(map(is_array, arrays)):
         return None
-    metadata = [Metadata.of(x) if isinstance(x, ScaledTensor) else None for x in (a, b)]
-    call = Product(op, *metadata, shapes_of(first), shapes_of(second), shapes_of(added), options.out_dtype)
+    metadata = tuple(Metadata.of(x) if isinstance(x, ScaledTensor) else None for x in (a, b))
+    shapes = shapes_of(first), shapes_of(second), shapes_of(added)
+    call = Product(op, metadata[0], metadata[1], *shapes, options.out_dtype)
     return run(call, arrays)[0]
 
 
