@@ -163,14 +163,14 @@ def product_row(first: str, second: str, rows: int, side: int, samples: int) -> 
     # The weights of BF16 arrays are as layers of JAX keep them, K first; .mT of arrays is a copy outside of compiled functions.
     a, b = (x, breccia.cast(w.T, second, axis=-2)) if arrays else (breccia.cast(x, first), breccia.cast(w, second))
 
-    def call(a: Any, b: Any, prefer: str | None = None) -> Any:
-        return breccia.matmul(a, b if arrays else b.mT, "bfloat16", prefer=prefer)
+    def factor(b: Any) -> Any:
+        return b if arrays else b.mT
 
     def product(prefer: str | None) -> Make:
-        return jitted(lambda a, b: call(a, b, prefer), a, b)
+        return jitted(lambda a, b: breccia.matmul(a, factor(b), "bfloat16", prefer=prefer), a, b)
 
     makers = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
-    kernel = breccia.explain("matmul", a, b if arrays else b.mT).running
+    kernel = breccia.explain("matmul", a, factor(b)).running
     case = first if first == second else f"{first} by {second}"
     return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(makers, samples)}
 

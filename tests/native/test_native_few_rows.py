@@ -143,11 +143,11 @@ def test_nan_stays_in_its_row_and_bits_do_not_depend_on_threads() -> None:
         for number in (1, 2, 3):
             breccia.set_num_threads(number)
             try:
-                found = native.matmul_int8(x, st.mT)
+                product = native.matmul_int8(x, st.mT)
             finally:
                 breccia.set_num_threads(before)
-            assert np.isnan(found[1]).all()
-            np.testing.assert_array_equal(found[[0, 2]].view(np.uint32), alone[[0, 2]].view(np.uint32))
+            assert np.isnan(product[1]).all()
+            np.testing.assert_array_equal(product[[0, 2]].view(np.uint32), alone[[0, 2]].view(np.uint32))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -157,10 +157,10 @@ def test_a_scale_or_bias_that_is_not_finite_spoils_its_row_alone(number: float, 
     st, x = drawn_weight("Q4_1", 9, 576), drawn(2, 576)
     spoiled = getattr(st, part).copy()
     spoiled[5, 17] = number
-    found, alone = native.matmul_int8(x, replaced(st, **{part: spoiled}).mT), native.matmul_int8(x, st.mT)
-    assert not np.isfinite(found[:, 5]).any()
+    product, alone = native.matmul_int8(x, replaced(st, **{part: spoiled}).mT), native.matmul_int8(x, st.mT)
+    assert not np.isfinite(product[:, 5]).any()
     others = np.arange(9) != 5
-    np.testing.assert_array_equal(found[:, others].view(np.uint32), alone[:, others].view(np.uint32))
+    np.testing.assert_array_equal(product[:, others].view(np.uint32), alone[:, others].view(np.uint32))
 
 
 def test_prepared_products_round_as_named_ones() -> None:

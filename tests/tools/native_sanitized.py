@@ -37,17 +37,17 @@ def build(folder: Path) -> None:
         extensions: list[Any] = run_setup("setup.py", stop_after="init").ext_modules
 
         def compiled(extension: Any, source: str) -> str:
-            made = folder / f"{extension.name}.{Path(source).stem}.o"
+            object_file = folder / f"{extension.name}.{Path(source).stem}.o"
             macros = [f"-D{name}={value}" for name, value in extension.define_macros]
             options = ["-fPIC", f"-I{sysconfig.get_paths()['include']}", *macros, *extension.extra_compile_args, *FLAGS]
-            subprocess.run(["gcc", "-c", *options, source, "-o", str(made)], check=True)
-            return str(made)
+            subprocess.run(["gcc", "-c", *options, source, "-o", str(object_file)], check=True)
+            return str(object_file)
 
         objects = {e.name: [pool.submit(compiled, e, source) for source in e.sources] for e in extensions}
         for e in extensions:
-            made = folder / f"{e.name.replace('.', '/')}.abi3.so"
+            library = folder / f"{e.name.replace('.', '/')}.abi3.so"
             parts = [part.result() for part in objects[e.name]]
-            subprocess.run(["gcc", "-shared", *FLAGS, *parts, *e.extra_link_args, "-o", str(made)], check=True)
+            subprocess.run(["gcc", "-shared", *FLAGS, *parts, *e.extra_link_args, "-o", str(library)], check=True)
 
 
 def main() -> int:

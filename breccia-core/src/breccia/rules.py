@@ -227,8 +227,8 @@ class Search(Rule):
         No element of its block is beyond the plain scale's codes. The numbers of codes under twice that scale that are within
         their reach are numbers of its own codes, and further ones are not nearer to an element. So it has a number as near to
         each element, and the first of the best scales is never twice as large. Products with powers of two are exact, and
-        rounding keeps the order of distances, squares and sums. (Numbers that count as zero are 2^-20 of the largest element:
-        no element codec of 8 bits has them.)
+        rounding keeps the order of distances, squares and sums. (That numbers below 2^-20 count as zero matters only to element
+        codecs whose largest number is 2^20 to 2^22 times their least, as that of none with up to 8 bits is.)
         """
         if not isinstance(codec, PowerOfTwo) or not isinstance(element, Minifloat | Integer):
             return 0

@@ -1,4 +1,4 @@
-"""On which devices the Triton kernels run. Imports neither torch nor Triton (for `explain`) but for products that XLA calls."""
+"""On which devices the Triton kernels run. Imports no Triton (for `explain`), and torch only for products that XLA calls."""
 
 from __future__ import annotations
 

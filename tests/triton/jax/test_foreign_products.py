@@ -245,8 +245,8 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
     enqueue = foreign._on_device(7, op, a, b.mT, added, torch.empty(48, 40))
     enqueue(7)
     enqueue(9)
-    there = copies or op == foreign.THROUGH_BF16  # it has memory of torch's allocator
-    assert calls == [(stream, [stream] * there, added.dtype) for stream in (7, 9)]
+    allocates = copies or op == foreign.THROUGH_BF16  # memory of torch's allocator
+    assert calls == [(stream, [stream] * allocates, added.dtype) for stream in (7, 9)]
 
 
 def test_a_product_without_a_kernel_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

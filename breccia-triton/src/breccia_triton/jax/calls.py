@@ -181,14 +181,16 @@ def assembled(metadata: Metadata, components: Mapping[str, Any]) -> ScaledTensor
     return metadata.assembled(*map(components.get, _COMPONENTS.values()))
 
 
-def tensor_of(metadata: Metadata, shapes: Shapes, arrays: Sequence[Any]) -> ScaledTensor:
-    """The tensor with these arrays, named as `shapes` names them."""
+def tensor_of(metadata: Metadata | None, shapes: Shapes, arrays: Sequence[Any]) -> Any:
+    """The tensor with these arrays, named as `shapes` names them; without metadata the only array."""
+    if metadata is None:
+        return arrays[0]
     return assembled(metadata, dict(zip((name for name, _, _ in shapes), arrays, strict=True)))
 
 
-def placeholder(metadata: Metadata, shapes: Shapes) -> ScaledTensor:
-    """A tensor with shapes and dtypes in place of arrays. shapes: of its components, by the parameters of kernels."""
-    return assembled(metadata, {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes})
+def placeholder(metadata: Metadata | None, shapes: Shapes) -> Any:
+    """`tensor_of` with shapes and dtypes in place of arrays. shapes: of the components, by the parameters of kernels."""
+    return tensor_of(metadata, shapes, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in shapes])
 
 
 def codes_of(ops: Ops, shapes: Shapes, st: ScaledTensor, spec: Spec, hardware: Hardware, merged: bool) -> Codes:

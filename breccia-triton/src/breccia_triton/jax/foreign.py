@@ -112,7 +112,7 @@ class Product(OnGPU):
 
     @property
     def results(self) -> tuple[tuple[Shape, str], ...]:
-        a, b = (_shape(*each) for each in ((self.a, self.first), (self.b, self.second)))
+        a, b = (tuple(placeholder(*each).shape) for each in ((self.a, self.first), (self.b, self.second)))
         lead = () if self.op == "grouped_matmul" else jnp.broadcast_shapes(a[:-2], b[:-2])
         return (((*lead, a[-2], b[-1 if self.op == THROUGH_BF16 else -2]), self.dtype),)
 
@@ -122,10 +122,7 @@ class Product(OnGPU):
 
     def generic(self, *arrays: Any) -> list[Any]:
         n, m = len(self.first), len(self.first) + len(self.second)
-        a, b = (
-            parts[0] if metadata is None else tensor_of(metadata, shapes, parts)
-            for metadata, shapes, parts in ((self.a, self.first, arrays[:n]), (self.b, self.second, arrays[n:m]))
-        )
+        a, b = tensor_of(self.a, self.first, arrays[:n]), tensor_of(self.b, self.second, arrays[n:m])
         if self.op == "grouped_matmul":
             return [reference.grouped_matmul(a, b.mT, arrays[m], product_options(self.dtype))]
         b = b if self.op == THROUGH_BF16 else b.mT
@@ -145,11 +142,6 @@ class Product(OnGPU):
         # Another process may read it: JAX keeps what it has compiled on disk.
         text = json.dumps([self.op, operands, self.added, shape, dtype], separators=(",", ":"))
         return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*passed, *rest, call=text)]
-
-
-def _shape(metadata: Metadata | None, shapes: Shapes) -> Shape:
-    """That of an operand with these arrays."""
-    return shapes[0][1] if metadata is None else tuple(placeholder(metadata, shapes).shape)
 
 
 @lru_cache(maxsize=256)
@@ -205,8 +197,7 @@ def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, A
         return [tensor_at(next(each), shape, dtype, device) for _, shape, dtype in shapes]
 
     def operand(metadata: str | None, shapes: Shapes) -> Any:
-        arrays = tensors(shapes)
-        return arrays[0] if metadata is None else tensor_of(Metadata.from_json(metadata), shapes, arrays)
+        return tensor_of(None if metadata is None else Metadata.from_json(metadata), shapes, tensors(shapes))
 
     a, b = (operand(*described) for described in operands)
     (more,) = tensors(added) or (None,)

@@ -23,7 +23,7 @@ from ..casts.plans import readable
 from ..facts import Hardware
 from ..gemm.fused.prepare import OperandFacts, Product, scaled
 from ..specs import Unsupported, needed
-from .calls import UNKNOWN, Shapes, as_integers, assembled, codes_of, components, is_array, placeholder, shapes_of
+from .calls import UNKNOWN, Shapes, as_integers, codes_of, components, is_array, placeholder, shapes_of, tensor_of
 from .launch import OnGPU, launched, run
 
 
@@ -64,23 +64,19 @@ class Multiply(OnGPU):
 
     @property
     def results(self) -> tuple[tuple[tuple[int, ...], str], ...]:
-        left, right = self._shape(self.a, self.first), self._shape(self.b, self.second)
+        left, right = (
+            tuple(placeholder(metadata, _as_x(shapes)).shape)
+            for metadata, shapes in ((self.a, self.first), (self.b, self.second))
+        )
         lead = jnp.broadcast_shapes(left[:-2], right[:-2])
         return (((*lead, left[-2], right[-2 if self.a is not None else -1]), self.dtype),)
 
-    @staticmethod
-    def _shape(metadata: Metadata | None, shapes: Shapes) -> tuple[int, ...]:
-        if metadata is None:
-            return shapes[0][1]
-        return tuple(placeholder(metadata, _as_x(shapes)).shape)
-
     def generic(self, *arrays: Any) -> list[Any]:
         by_name = dict(zip((name for name, _, _ in self.first + self.second + self.added), arrays, strict=True))
-        tensors: list[Any] = []
-        for metadata, shapes in ((self.a, self.first), (self.b, self.second)):
-            own = {as_x: by_name[name] for (as_x, _, _), (name, _, _) in zip(_as_x(shapes), shapes, strict=True)}
-            tensors.append(own["x"] if metadata is None else assembled(metadata, own))
-        a, b = tensors
+        a, b = (
+            tensor_of(metadata, _as_x(shapes), [by_name[name] for name, _, _ in shapes])
+            for metadata, shapes in ((self.a, self.first), (self.b, self.second))
+        )
         return [reference.matmul(a, b if self.a is None else b.mT, product_options(self.dtype, by_name.get("bias")))]
 
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
