@@ -157,14 +157,19 @@ def strips_of(block: Block, rows: int, columns: int, bits: int, most: int, choic
 
 
 def lanes_of(
-    block: Block, columns: int, bits: int, itemsize: int, choice: Choice = DEFAULT, steps: int = 1
+    block: Block, lines: int, columns: int, bits: int, itemsize: int, choice: Choice = DEFAULT, steps: int = 1
 ) -> Lanes | None:  # fmt: skip
-    """The lanes for whole blocks of codes of 4 or 6 bits along the last axis of a contiguous tensor, if they are such."""
+    """The lanes for whole blocks of codes of 4 or 6 bits along the last axis of a contiguous tensor, if they are such.
+
+    lines: rows of all matrices.
+    """
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
         return None
     # Four loads of 16 bytes each: more would leave too much of a cache line to other loads.
     lane = min(max(choice.each or 64 // itemsize, 16), 32 if bits == 6 else 64)
+    while lines * columns % lane:  # the last lane would go beyond the tensor
+        lane //= 2
     lanes = max(32 * (choice.warps or 4), length // lane)
     return Lanes(length, lane, lanes, 16 // itemsize, choice.steps or steps)
 

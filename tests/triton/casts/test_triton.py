@@ -32,6 +32,7 @@ from breccia.backend import E2M3, E8M0, F32, NUMPY, CastOptions, Metadata, compo
 from breccia.kernels.reference.packing import pack
 from breccia.options import product_options
 from breccia.rules import LINEAR, RCEIL
+from breccia.tensors.components import with_parts
 from breccia_triton import availability, numerics, operands, plugin
 from breccia_triton.casts import cast as triton_cast
 from breccia_triton.casts import decode, plans, prepare
@@ -132,6 +133,20 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
         check(x, spec, axis=axis)
         whole = x.shape[axis] % (recipe.format.scale.block[-1] or 1) == 0
         assert [call.prepared.narrow for call in triton_cast._calls.values()] == [whole and "12" not in spec]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["nvfp4,two_level=false", "int4,group_size=16,scale_dtype=fp32", "nvfp4,scale_rule=mse", "mxfp6"])
+def test_nothing_is_written_behind_a_tensor_whose_last_blocks_do_not_fill_a_thread(spec: str, dtype: Any) -> None:
+    recipe = breccia.recipe(spec)
+    x = numbers((7, 3 * (recipe.format.block[1] or 1)), seed=5, dtype=dtype)
+    expected = reference.cast(x, recipe)
+    count = expected.data.numel()
+    memory = torch.full((count + 64,), 0x5A, dtype=torch.uint8, device=DEVICE)
+    out = reference.cast(torch.ones_like(x), recipe)
+    out = with_parts(out, components(out) | {"data": memory[:count].view(expected.data.dtype).view_as(expected.data)})
+    same(triton_cast.cast(x, recipe, CastOptions(out=out)), expected)
+    assert out.data.data_ptr() == memory.data_ptr() and (memory[count:] == 0x5A).all()
 
 
 @pytest.mark.long

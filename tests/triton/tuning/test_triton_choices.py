@@ -443,7 +443,7 @@ def test_every_possible_number_becomes_one_that_the_call_allows(number: tuple[st
                     assert 1 <= each.warps <= 16 and each.rows * each.columns <= 16384
                     assert all(n >= 1 and n & (n - 1) == 0 for n in (each.rows, each.columns))
     for bits in (4, 6):
-        lanes = lanes_of((1, 1024), 4096, bits, 2, choice)
+        lanes = lanes_of((1, 1024), 64, 4096, bits, 2, choice)
         strips = strips_of((1, 512), 4096, 4096, bits, 32, choice)
         assert lanes is not None and lanes.blocks >= 1 and 1 <= lanes.warps <= 32 and lanes.lane >= lanes.chunk
         assert strips is not None and strips.wide >= 32 and 1 <= strips.warps <= 32 and strips.block % strips.lane == 0
