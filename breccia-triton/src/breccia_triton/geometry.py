@@ -75,7 +75,8 @@ class Tile:
 class Lanes:
     """A tile of consecutive elements in blocks along the last axis: `lane` of them for each of `lanes` threads.
 
-    chunk: elements of one load of 16 bytes. steps: tiles of a program. large, backward: as of a `Tile`.
+    chunk: elements of one load of 16 bytes. steps: tiles of a program. apart: a thread's chunks are spread over its block, so
+    that most of the numbers that a search for scales adds are in one thread. large, backward: as of a `Tile`.
     """
 
     block: int
@@ -83,6 +84,7 @@ class Lanes:
     lanes: int
     chunk: int
     steps: int = 1
+    apart: bool = False
     large: bool = False
     backward: bool = False
 
@@ -94,6 +96,11 @@ class Lanes:
     def blocks(self) -> int:
         """Blocks of a program."""
         return self.lane * self.lanes // self.block * self.steps
+
+    @property
+    def tile(self) -> Tile:
+        """The tile with a row for each block."""
+        return Tile(1, self.lane * self.lanes // self.block, 1, 1, 1, self.block, self.block)
 
 
 @dataclass(frozen=True)
@@ -157,20 +164,23 @@ def strips_of(block: Block, rows: int, columns: int, bits: int, most: int, choic
 
 
 def lanes_of(
-    block: Block, lines: int, columns: int, bits: int, itemsize: int, choice: Choice = DEFAULT, steps: int = 1
+    block: Block, lines: int, columns: int, bits: int, itemsize: int, choice: Choice = DEFAULT, steps: int = 1,
+    searches: bool = False,
 ) -> Lanes | None:  # fmt: skip
     """The lanes for whole blocks of codes of 4 or 6 bits along the last axis of a contiguous tensor, if they are such.
 
-    lines: rows of all matrices.
+    lines: rows of all matrices. searches: for scales.
     """
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
         return None
     # Four loads of 16 bytes each: more would leave too much of a cache line to other loads.
-    lane = min(max(choice.each or 64 // itemsize, 16), 32 if bits == 6 else 64)
+    lane = min(max(choice.each or 64 // itemsize, 16), 32 if bits == 6 or searches else 64)
     while lines * columns % lane:  # the last lane would go beyond the tensor
         lane //= 2
     lanes = max(32 * (choice.warps or 4), length // lane)
+    if searches:
+        return Lanes(length, lane, max(128, length // lane), 16 // itemsize, apart=length > lane)
     return Lanes(length, lane, lanes, 16 // itemsize, choice.steps or steps)
 
 

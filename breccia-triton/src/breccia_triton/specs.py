@@ -52,6 +52,11 @@ class Floats:
     empty: int = 0
     kind: str = "float"
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number."""
+        return 2.0 ** ((self.floor >> 23) - 127 - self.mantissa)
+
 
 @dataclass(frozen=True)
 class Integers:
@@ -65,6 +70,11 @@ class Integers:
     nan: int = -1
     empty: int = 0
     kind: str = "integer"
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number."""
+        return self.unit
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,11 @@ class Table:
     count: float = 0.0
     nan: int = -1
     kind: str = "table"
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude but 0."""
+        return min(abs(value) for value in self.values if value)
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class Window:
     """The scales that a search tries after the plain one (`breccia.rules.Window`), in this order.
 
     multiples: of the unrounded plain scale; negative ones have the sign bit set. steps: distances from its code, within codes
-    from lowest to highest. signs: whether scales may be negative.
+    from lowest to highest. signs: whether scales may be negative. least: of a scale to the plain one, at least.
     """
 
     multiples: tuple[float, ...]
@@ -122,6 +137,12 @@ class Window:
     lowest: int
     highest: int
     signs: bool
+    least: float
+
+    @property
+    def adjacent(self) -> bool:
+        """Whether steps go from code to code, but for the plain one."""
+        return bool(self.steps) and self.steps == tuple(n for n in range(self.steps[0], self.steps[-1] + 1) if n)
 
 
 @dataclass(frozen=True)
@@ -208,9 +229,7 @@ class Spec:
 
     @property
     def lanes(self) -> bool:
-        """Whether its codes have formulas that keep to a thread, and its scales are not searched for."""
-        if self.scale.window is not None:
-            return False
+        """Whether its codes have formulas that keep to a thread."""
         element = self.element
         unsigned = isinstance(element, Integers) and not element.signed and element.bits == 4
         if self.offset != "none" and not unsigned:
@@ -427,7 +446,9 @@ def _window(rule: rules.Rule | None, codec: Codec, element: Codec) -> Window | N
     signs = rules.takes_signs(codec, element)
     multiples = (*window.factors, *(-factor for factor in window.opposite if signs))
     lowest, highest = (0, codec.need_nan() - 1) if isinstance(codec, PowerOfTwo) else (1, getattr(codec, "highest", 0))
-    return Window(multiples, window.steps, lowest, highest, signs)
+    # From a code to the one before, a scale is at most halved; and so a multiple that is rounded to a code.
+    least = min((1.0, *(abs(multiple) / 4 for multiple in multiples), *(2.0**step for step in window.steps)))
+    return Window(multiples, window.steps, lowest, highest, signs, least)
 
 
 def _number(bits: int) -> float:

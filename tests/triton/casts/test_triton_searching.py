@@ -92,6 +92,36 @@ def test_branches_for_nvidia_gpus_search_alike(spec: str, axis: int, dtype: Any,
     check(x, spec, axis=axis, importance=importance(x.shape[axis]) if dtype == torch.bfloat16 else None)
 
 
+#: Blocks of a thread, and of several threads, of which each has chunks that lie apart.
+WHOLE = [
+    "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "mxfp4,scale_rule=mse", "mxfp6,scale_rule=mse", "nf4,scale_rule=mse",
+    "int4,group_size=32,scale_dtype=fp32,scale_rule=mse", "int4,group_size=1024,scale_rule=mse",
+    "nvfp4,two_level=false,scale_rule=four_six",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("emulated", [False] if ON_GPU else [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", long_but(WHOLE[:2], WHOLE))
+def test_whole_blocks_are_searched_in_the_registers_of_their_threads(
+    spec: str, dtype: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if emulated:
+        ptx.emulate(monkeypatch)
+        for module in (triton_cast, operands):
+            monkeypatch.setattr(module, "hardware", lambda device: Hardware(ptx=True))
+    length = breccia.recipe(spec).format.block[1]
+    assert length is not None
+    x = numbers((7, 3 * length), seed=17, dtype=dtype)
+    x[1] *= 2.0**-20  # scales at the end of their codes: numbers of codes are small beside the largest element
+    x[2, length:] = 0
+    x[3, 0], x[4, -1] = float("nan"), float("inf")
+    x[5] = (torch.randn(3 * length) * 2.0**-126).to(dtype)
+    check(x, spec)
+    (call,) = (call for call in triton_cast._calls.values())
+    assert call.launcher.launch.function.__name__ == "lanes_kernel"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", FEW)
 def test_halves_and_their_importance_are_searched_as_their_fp32_values(spec: str, dtype: Any) -> None:
@@ -204,7 +234,7 @@ from breccia_triton.launch import launcher as launch
 from breccia_triton.casts import prepare
 from breccia_triton.facts import Array, Hardware
 
-for spec in ("mxfp4,scale_rule=mse", "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "nf4,scale_rule=mse"):
+for spec in ("mxint8,scale_rule=mse", "mxfp4,scale_rule=mse", "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "nf4,scale_rule=mse"):
     recipe = breccia.recipe(spec)
     for dtype, weighted in (("bfloat16", False), ("float32", True)):
         options, x = prepare.Options(weighted=weighted), Array.dense((256, 512), dtype)
@@ -217,7 +247,7 @@ for spec in ("mxfp4,scale_rule=mse", "nvfp4,scale_rule=mse", "int4,scale_rule=ms
 
 @pytest.mark.long
 def test_compiled_searches_neither_fuse_nor_flush_what_the_contract_rounds(tmp_path: Path) -> None:
-    """Scales that are powers of two have no reciprocals, whose refinement is fused: then nothing may be."""
+    """Reciprocals of scales are refined by fused additions, and minifloats rounded: without both, nothing may be fused."""
     printed = compiled(COMPILED, "sm90", tmp_path).splitlines()
-    fused = {"mxfp4": "False", "nvfp4": "True", "int4": "True", "nf4": "True"}
+    fused = {"mxint8": "False", "mxfp4": "True", "nvfp4": "True", "int4": "True", "nf4": "True"}
     assert printed == [f"{name},scale_rule=mse 0 {kind}" for name, kind in fused.items() for _ in range(2)]

@@ -308,13 +308,16 @@ class Prepared:
             return False
         if self.options != Options() or source != "tile" or not self.spec.lanes:
             return False
+        searches = self.spec.scale.window is not None
+        if searches and (self.op == "cast_pair" or self.axis == -2):
+            return False
         if self.turns and (self.op == "cast_pair" or self.axis == -2):
             return self._panels(read, block, arguments, constants["V"])
         bits, facts = self.spec.element.bits, {"large": read.large, "backward": bool(self.passes)}
         if self.axis == -1:
             # What all programs compute from the amax of the tensor is worth more than one tile.
             steps = 2 if self.two_level else 1
-            shape = lanes_of(block, matrices * rows, columns, bits, read.itemsize, self._choice("lanes", block), steps)
+            shape = lanes_of(block, matrices * rows, columns, bits, read.itemsize, self._choice("lanes", block), steps, searches)
             if shape is None:
                 return False
             shape = replace(shape, **facts)

@@ -46,7 +46,6 @@ def searched(
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
     TWO_LEVEL: tl.constexpr = S.global_scale is not None
-    COUNT: tl.constexpr = 1 + len(S.scale.window.multiples) + len(S.scale.window.steps)
     power = power_below(bits_of(statistic))
     x = clean(u)
     if ELEMENT.kind == "float":  # codes and scales have a sign of their own: magnitudes have the same errors
@@ -55,17 +54,38 @@ def searched(
     t = plain
     if len(SCALE.window.multiples) > 0:
         t = flushed(unrounded_scales(statistic, multiplier, SCALE, TWO_LEVEL, GLOBAL_FITS, V.ptx))
+    # The least plain unit under which no number of a code but 0 is small, under any scale; and whether plain units are larger.
+    # Rounding moves a unit by much less than a half.
+    LEAST: tl.constexpr = 2.0 * SMALLEST / (ELEMENT.smallest * SCALE.window.least)
+    if LEAST * 2.0 * SCALE.qmax < 1.0:
+        _, unit = units(plain, multiplier, power, S, V)
+        if tl.min(tl.where(unit > 0.0, unit, LEAST)) >= LEAST:
+            best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, False)
+        else:
+            best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, True)
+    else:
+        best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, True)
+    return best
+
+
+@triton.jit
+def compared(
+    x, y, plain, t, multiplier, power, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr
+):
+    """The codes of the scales with the least error. x: elements; y: in units of `power`. SMALL: numbers of codes may be small."""
+    ELEMENT: tl.constexpr = S.element
+    SCALE: tl.constexpr = S.scale
+    COUNT: tl.constexpr = 1 + len(S.scale.window.multiples) + len(S.scale.window.steps)
     best = plain
     least = tl.full(plain.shape, float("inf"), tl.float32)
     for n in range(COUNT):
         codes = candidate(n, plain, t, SCALE)
-        by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx)
-        unit = read_scale(codes, SCALE)
-        if TWO_LEVEL:
-            unit = unit * multiplier
-        unit = tl.where(usable, saturated(unit * power), 0.0)
+        by, unit = units(codes, multiplier, power, S, V)
         by, unit = repeated(by, G.down, G.tall, G.along, G.wide), repeated(unit, G.down, G.tall, G.along, G.wide)
-        d = y - without_small(nearest(x * by, ELEMENT, V.ptx) * unit, SMALLEST)
+        value = nearest(x * by, ELEMENT, V.ptx) * unit
+        if SMALL:
+            value = without_small(value, SMALLEST)
+        d = y - value
         term = d * d
         if V.weighted:
             term = term * weights
@@ -74,6 +94,18 @@ def searched(
         best = tl.where(better, codes, best)
         least = tl.where(better, error, least)
     return best
+
+
+@triton.jit
+def units(codes, multiplier, power, S: tl.constexpr, V: tl.constexpr):
+    """(what elements are multiplied by, what their codes count in units of `power`; 0 without a scale) of scale codes."""
+    SCALE: tl.constexpr = S.scale
+    TWO_LEVEL: tl.constexpr = S.global_scale is not None
+    by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx)
+    unit = read_scale(codes, SCALE)
+    if TWO_LEVEL:
+        unit = unit * multiplier
+    return by, tl.where(usable, saturated(unit * power), 0.0)
 
 
 @triton.jit
@@ -93,8 +125,12 @@ def candidate(n, plain, t, S: tl.constexpr):
         codes = tl.where((n > 0) & (n <= MULTIPLES), found, codes)
     if len(WINDOW.steps) > 0:
         step = 0
-        for i in tl.static_range(len(WINDOW.steps)):
-            step = tl.where(n == MULTIPLES + i + 1, WINDOW.steps[i], step)
+        if WINDOW.adjacent:
+            step = n + (WINDOW.steps[0] - MULTIPLES - 1)
+            step = tl.where(step >= 0, step + 1, step)
+        else:
+            for i in tl.static_range(len(WINDOW.steps)):
+                step = tl.where(n == MULTIPLES + i + 1, WINDOW.steps[i], step)
         moved = tl.minimum(tl.maximum(plain + step, WINDOW.lowest), WINDOW.highest)
         codes = tl.where(n > MULTIPLES, moved, codes)
     return codes
@@ -105,8 +141,9 @@ def nearest(y, C: tl.constexpr, PTX: tl.constexpr):
     """The numbers of the codes of FP32 `y`, saturating; of minifloats `y` is not negative."""
     if C.kind == "float":
         a = tl.minimum(bits_of(y), C.largest)
-        spacing = number(tl.maximum(a & EXPONENT, C.floor) + ((23 - C.mantissa) << 23))  # of codes, in its last bit
-        return (number(a) + spacing) - spacing
+        power = number(tl.maximum(a & EXPONENT, C.floor))
+        SPACING: tl.constexpr = 2.0 ** (23 - C.mantissa)  # times the power of two, codes are the integers of its last bit
+        return tl.fma(power, -SPACING, tl.fma(power, SPACING, number(a)))
     elif C.kind == "integer":
         y = tl.minimum(tl.maximum(y, C.low), C.high)
         return (y + ROUNDER * C.unit) - ROUNDER * C.unit

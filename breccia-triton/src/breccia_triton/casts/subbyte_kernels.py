@@ -52,17 +52,18 @@ from ..numerics import (
     words_of_six,
 )
 from ..tiles import global_scale_of
+from .searching import searched
 
 
 @triton.jit
-def _chunks(x, at, exists, COUNT: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr):
+def _chunks(x, at, exists, COUNT: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, LANES: tl.constexpr):
     """Lanes of COUNT chunks of SIZE elements. Loaded apart, since one load would deal chunks out to adjacent threads."""
     if COUNT == 1:
         lanes = tl.load(x + at, mask=exists, other=0.0)
     else:
         HALF: tl.constexpr = COUNT // 2
-        first = _chunks(x, at, exists, HALF, SIZE, LANES)
-        second = _chunks(x, at + HALF * SIZE, exists, HALF, SIZE, LANES)
+        first = _chunks(x, at, exists, HALF, SIZE, STRIDE, LANES)
+        second = _chunks(x, at + HALF * STRIDE, exists, HALF, SIZE, STRIDE, LANES)
         lanes = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (LANES, COUNT * SIZE))
     return lanes
 
@@ -109,11 +110,18 @@ def _width(least, most, top, S: tl.constexpr):
 
 
 @triton.jit
-def _scales(statistic, faulty, multiplier, S: tl.constexpr, V: tl.constexpr):
-    """(codes of scales, what elements are multiplied by, whether the scales are usable) of what they are computed from."""
+def _scales(statistic, faulty, multiplier, S: tl.constexpr, V: tl.constexpr, u=None, G: tl.constexpr = None):
+    """(codes of scales, what elements are multiplied by, whether the scales are usable) of what they are computed from.
+
+    u, G: the FP32 bits of a tile with a row for each block, for searches.
+    """
     TWO_LEVEL: tl.constexpr = S.global_scale is not None
     SCALE: tl.constexpr = S.scale
-    codes = tl.where(faulty, SCALE.nan, scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx, V.ptx))
+    codes = scale_codes(statistic, multiplier, SCALE, TWO_LEVEL, V.ptx, V.ptx)
+    if S.scale.window is not None:
+        best = searched(u, codes[:, None], statistic[:, None], multiplier, None, S, G, V, V.ptx)
+        codes = tl.where(statistic == 0, codes, tl.reshape(best, codes.shape))
+    codes = tl.where(faulty, SCALE.nan, codes)
     by, usable = divisor_of(codes, multiplier, SCALE, TWO_LEVEL, V.ptx, True)
     usable = usable & ~faulty
     if SCALE.rule == "te":
@@ -209,13 +217,19 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
     COUNT: tl.constexpr = LANES * LANE // BLOCK
     lane = tile * LANES + tl.arange(0, LANES)
     lane_exists = lane * LANE < tl.cast(blocks, lane.dtype) * BLOCK
-    at = lane[:, None] * (LANE // EACH) + tl.arange(0, CHUNK)[None, :]
+    CHUNKS: tl.constexpr = LANE // L.chunk
+    PER_BLOCK: tl.constexpr = LANES // COUNT if L.apart else 1
+    STRIDE: tl.constexpr = BLOCK // EACH // CHUNKS if L.apart else CHUNK
+    at = (lane // PER_BLOCK * (PER_BLOCK * LANE // EACH) + lane % PER_BLOCK * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
     if PAIRS:
-        u = _chunks(x.to(tl.pointer_type(tl.int32)), at, lane_exists[:, None], LANE // L.chunk, CHUNK, LANES)
+        u = _chunks(x.to(tl.pointer_type(tl.int32)), at, lane_exists[:, None], CHUNKS, CHUNK, STRIDE, LANES)
     else:
-        u = bits_of(_chunks(x, at, lane_exists[:, None], LANE // CHUNK, CHUNK, LANES).to(tl.float32))
+        u = bits_of(_chunks(x, at, lane_exists[:, None], CHUNKS, CHUNK, STRIDE, LANES).to(tl.float32))
+    if L.apart:
+        u = tl.permute(tl.reshape(u, (COUNT, PER_BLOCK, CHUNKS, CHUNK)), (0, 2, 1, 3))
     u = tl.reshape(u, (COUNT, BLOCK // EACH))
-    codes, offset, packed = _cast(u, multiplier, LANES, LANE, S, V, PAIRS)
+    TILE: tl.constexpr = L.tile
+    codes, offset, packed = _cast(u, multiplier, LANES, LANE, S, V, PAIRS, TILE)
     block = tile * COUNT + tl.arange(0, COUNT)
     to = scale + block
     tl.store(to, codes.to(to.dtype.element_ty), mask=block < blocks)
@@ -233,11 +247,12 @@ def _lanes(x, data, scale, zero_point, multiplier, blocks, tile, S: tl.constexpr
 
 @triton.jit
 def _cast(
-    u, multiplier, LANES: tl.constexpr, LANE: tl.constexpr, S: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr
+    u, multiplier, LANES: tl.constexpr, LANE: tl.constexpr, S: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr,
+    G: tl.constexpr = None,
 ):  # fmt: skip
     """(codes of scales, offsets or the same codes, words of eight 4-bit codes or groups of four 6-bit codes for each lane).
 
-    u: blocks in rows, as FP32 bits or for PAIRS as words of two BF16 numbers.
+    u: blocks in rows, as FP32 bits or for PAIRS as words of two BF16 numbers. G: their `Tile`, for searches.
     """
     ELEMENT: tl.constexpr = S.element
     if S.offset == "none":
@@ -246,7 +261,11 @@ def _cast(
         least, most = _extreme_of_rows(u, "smallest", LANES, PAIRS, V.ptx), _extreme_of_rows(u, "largest", LANES, PAIRS, V.ptx)
         top = 0 if V.ptx else largest(u, 1, False)
         statistic, low, faulty = _width(least, most, top, S)
-    codes, by, usable = _scales(statistic, faulty, multiplier, S, V)
+    if S.scale.window is None:
+        codes, by, usable = _scales(statistic, faulty, multiplier, S, V)
+    else:
+        numbers = tl.reshape(of_pairs(u), (G.rows, G.columns)) if PAIRS else u
+        codes, by, usable = _scales(statistic, faulty, multiplier, S, V, numbers, G)
     offset = codes
 
     FITS: tl.constexpr = S.scale.fits and ELEMENT.kind == "float"
