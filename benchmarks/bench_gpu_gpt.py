@@ -36,13 +36,35 @@ BF16 = "BF16"
 PRESETS = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "fp8_tile", "mxfp8", "nvfp4")
 #: The scales of x and w of arXiv:2512.02010, which maps the largest value of a block to 4 or to 6.
 FOUR_SIX = TrainingRecipe("nvfp4", input="nvfp4,scale_rule=four_six", weight="nvfp4,block_m=16,scale_rule=four_six")
-#: Variants of NVFP4: the recipe, and whether the first and last block of the model stay in BF16, as arXiv:2509.25149 keeps its
-#: first and last blocks.
+
+
+class Variant(NamedTuple):
+    """How a model trains beside a preset in all layers. Both options are of arXiv:2509.25149.
+
+    ends: the first and last block of the model stay in BF16.
+    late: the share of the steps, the last ones, in which the whole model is in BF16.
+    """
+
+    recipe: TrainingRecipe
+    ends: bool = False
+    late: float = 0.0
+
+
+NVFP4 = TrainingRecipe("nvfp4")
 VARIANTS = {
-    "nvfp4-ends": (TrainingRecipe("nvfp4"), True),
-    "nvfp4-four-six": (FOUR_SIX, False),
-    "nvfp4-four-six-ends": (FOUR_SIX, True),
-    "nvfp4-bf16-wgrad": (TrainingRecipe("nvfp4", high_precision=("grad_weight",)), False),
+    "nvfp4-ends": Variant(NVFP4, ends=True),
+    "nvfp4-late": Variant(NVFP4, late=0.2),
+    "nvfp4-ends-late": Variant(NVFP4, ends=True, late=0.2),
+    "nvfp4-four-six": Variant(FOUR_SIX),
+    "nvfp4-four-six-ends": Variant(FOUR_SIX, ends=True),
+    "nvfp4-bf16-wgrad": Variant(TrainingRecipe("nvfp4", high_precision=("grad_weight",))),
+    "fp8_delayed-1024": Variant(
+        TrainingRecipe(
+            input="fp8_delayed,amax_history_len=1024",
+            weight="fp8_delayed,amax_history_len=1024",
+            gradient="fp8_delayed,amax_history_len=1024,fp8_format=E5M2",
+        )
+    ),
 }
 #: Controls: the model without autocast, its products in TF32, and BF16 a second time. Some sums have no order on a GPU, so
 #: equal runs differ.
@@ -50,8 +72,11 @@ TF32, AGAIN = "TF32", "BF16-again"
 RECIPES = (*PRESETS, *VARIANTS)
 ABOUT = {
     "nvfp4-ends": "the first and last block in BF16",
+    "nvfp4-late": "the last fifth of the steps in BF16",
+    "nvfp4-ends-late": "the first and last block in BF16, and all blocks in the last fifth of the steps",
     "nvfp4-four-six": "scale_rule=four_six for x and w",
-    "nvfp4-four-six-ends": "both",
+    "nvfp4-four-six-ends": "the same with the first and last block in BF16",
+    "fp8_delayed-1024": "scales of the largest amax of 1,024 steps, TransformerEngine's default, in place of 16",
     "nvfp4-bf16-wgrad": "grad_weight in BF16",
     AGAIN: "BF16 a second time; some sums have no order on a GPU",
     TF32: "without autocast",
@@ -59,7 +84,8 @@ ABOUT = {
 #: Heads and the largest learning rate by LAYERSxWIDTH.
 MODELS = {"12x768": (12, 6e-4), "24x1024": (16, 4e-4), "2x64": (2, 2e-3)}
 #: How far a recipe's held-out loss may be from BF16's, unless the difference is within ERRORS standard errors.
-GAPS, GAP, ERRORS = dict.fromkeys(("nvfp4", *VARIANTS), 0.01), 0.0025, 2
+GAPS = {name: 0.01 for name in ("nvfp4", *VARIANTS) if name.startswith("nvfp4")}
+GAP, ERRORS = 0.0025, 2
 #: How many times as fast as BF16 a step is to be.
 GOAL = 1.2
 #: Held-out losses on the way: how many, and on how many batches. The last one is on more: all held-out text at 16 x 512.
@@ -94,9 +120,9 @@ class Training:
         self.autocast = recipe != TF32
         torch.set_float32_matmul_precision("high" if recipe == TF32 else "highest")
         if recipe in RECIPES:
-            chosen, kept = VARIANTS.get(recipe, (recipe, False))
-            ends = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if kept else []
-            self.converted = len(breccia_torch.convert_to_training_(self.model, chosen, exclude=ends, min_size=0).chosen)
+            how = VARIANTS.get(recipe) or Variant(TrainingRecipe.of(recipe))
+            kept = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if how.ends else []
+            self.converted = len(breccia_torch.convert_to_training_(self.model, how.recipe, exclude=kept, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
                 block.compile(fullgraph=True)  # one compilation serves all blocks
@@ -177,7 +203,11 @@ def trained(make: Callable[..., Training], data: Tensor, recipe: str, seed: int,
     begun = time.perf_counter()
     run.tokens.copy_(source[starts[0, :, None] + along])
     step = run.captured() if graph else run.step
+    late = round(VARIANTS[recipe].late * steps) if recipe in VARIANTS else 0
     for n in range(steps):
+        if late and n == steps - late:
+            breccia_torch.convert_from_training_(run.model)
+            step = run.step
         run.tokens.copy_(source[starts[n, :, None] + along])
         run.rate.fill_(largest * rate_at(n, steps))
         losses.append(step())

@@ -11,7 +11,7 @@ def __getattr__(name: str) -> object:
     homes = {
         **dict.fromkeys(("load_model", "save_model"), "checkpoint"),
         **dict.fromkeys(("from_torchao_model_", "to_torchao_model_"), "torchao"),
-        "convert_to_training_": "training.convert",
+        **dict.fromkeys(("convert_from_training_", "convert_to_training_"), "training.convert"),
         "enable_compile": "operators",
         "end_of_step": "training.layer",
         "quantize_": "quantize",
@@ -28,6 +28,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "convert_from_training_",
     "convert_to_training_",
     "enable_compile",
     "end_of_step",

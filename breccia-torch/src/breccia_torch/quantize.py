@@ -101,8 +101,7 @@ def quantize_(
     for name, (module, parameter, chosen) in experts.items():
         if training_layer(module, parameter) is not None:
             raise UnsupportedError(
-                f"quantize_: {name} trains in low precision; load its state_dict into a model that is not converted, and "
-                "quantize that.",
+                f"quantize_: {name} trains in low precision; call breccia_torch.convert_from_training_(model) first.",
                 name=name,
             )
         _check_castable(name, getattr(module, parameter)[0], chosen.recipe, experts_axis(module))

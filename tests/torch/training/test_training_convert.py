@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import breccia_torch
 from breccia import OptionError, TrainingRecipe, UnknownNameError, UnsupportedError
 from breccia_torch.nn import TrainingLinear
-from breccia_torch.training import measuring
+from breccia_torch.training import measuring, operands
 
 
 class Block(nn.Module):
@@ -161,3 +161,98 @@ def test_a_second_conversion_says_that_there_is_nothing_left() -> None:
     breccia_torch.convert_to_training_(model, "mxfp8")
     with pytest.raises(OptionError, match="4 layers train in low precision already"):
         breccia_torch.convert_to_training_(model, "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_delayed", "nvfp4"])
+def test_a_model_that_is_converted_back_is_the_plain_one(recipe: str) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    model = copy.deepcopy(plain)
+    summary = breccia_torch.convert_to_training_(model, recipe)
+    assert breccia_torch.convert_from_training_(model) == summary.chosen
+    assert not any(isinstance(m, TrainingLinear) for m in model.modules()) and type(model.blocks[0].up) is nn.Linear
+    assert repr(model) == repr(plain) and list(model.state_dict()) == list(plain.state_dict())
+    assert vars(model.blocks[0].up).keys() == vars(plain.blocks[0].up).keys()
+    tokens = torch.randint(32, (16,))
+    for each in (plain, model):
+        each(tokens).square().mean().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_training_goes_on_with_the_same_optimizer_and_layers() -> None:
+    model = Model()
+    breccia_torch.convert_to_training_(model, "fp8_delayed")
+    layers, parameters = [model.blocks[0].up, model.blocks[1].down], list(model.parameters())
+    called: list[str] = []
+    layers[0].register_forward_hook(lambda *_: called.append("up"))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randint(32, (16,))).square().mean().backward()
+        optimizer.step()
+
+    step()
+    breccia_torch.convert_from_training_(model)
+    before = layers[0].weight.detach().clone()
+    step()
+    assert called == ["up", "up"] and layers == [model.blocks[0].up, model.blocks[1].down]
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert not torch.equal(layers[0].weight, before)
+    breccia_torch.convert_to_training_(model, "mxfp8")  # another recipe
+    assert model.blocks[0].up.recipe == TrainingRecipe("mxfp8")
+    step()
+    assert called == ["up"] * 3
+
+
+def test_a_compiled_model_compiles_again_when_it_is_converted_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plain = copy.deepcopy(model)
+    breccia_torch.convert_to_training_(model, "nvfp4")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64)
+    assert not torch.equal(compiled(x), plain(x))
+    breccia_torch.convert_from_training_(model)
+    assert torch.equal(compiled(x), plain(x))
+
+
+def test_some_layers_are_converted_back_and_states_are_broadcast_no_more() -> None:
+    model = Model()
+    breccia_torch.convert_to_training_(model, "fp8_delayed")
+    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    assert breccia_torch.convert_from_training_(model, lambda _, name: name.startswith("blocks.0")) == (
+        "blocks.0.up.weight",
+        "blocks.0.down.weight",
+    )
+    assert isinstance(model.blocks[1].up, TrainingLinear)
+    left = set(model._ddp_params_and_buffers_to_ignore)
+    assert left == {name for name in ignored if name.startswith("blocks.1")} != ignored
+
+
+def test_casts_of_a_weight_that_is_converted_back_are_let_go() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    breccia_torch.convert_to_training_(model, "fp8_block")
+    model(torch.randn(16, 64))
+    assert id(model[0].weight) in operands._weights
+    breccia_torch.convert_from_training_(model)
+    assert id(model[0].weight) not in operands._weights
+
+
+def test_errors_of_converting_back() -> None:
+    model = Model()
+    with pytest.raises(OptionError, match="convert_from_training_: Model has no layer of convert_to_training_\\."):
+        breccia_torch.convert_from_training_(model)
+    breccia_torch.convert_to_training_(model, "fp8_block")
+    with pytest.raises(OptionError, match="has no layer of convert_to_training_ that filter_fn chooses\\."):
+        breccia_torch.convert_from_training_(model, lambda *_: False)
+    with pytest.raises(UnsupportedError, match="takes a model; got a int"):
+        breccia_torch.convert_from_training_(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    class Wrapped(TrainingLinear):
+        pass
+
+    model.blocks[1].up.__class__ = Wrapped
+    with pytest.raises(UnsupportedError, match="blocks\\.1\\.up is a Wrapped, not a TrainingLinear.*Give fully_shard the blocks"):
+        breccia_torch.convert_from_training_(model)
+    assert isinstance(model.blocks[0].up, TrainingLinear)  # nothing was changed

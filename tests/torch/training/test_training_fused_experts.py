@@ -126,6 +126,20 @@ def test_experts_in_training_are_not_quantized() -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     (found,) = [p for p in parameters_of(model) if p.name == name]
     assert found.why == "gate_up_proj of MixtralExperts trains in low precision"
-    wanted = f"quantize_: {name} trains in low precision; load its state_dict into a model that is not converted"
+    wanted = f"quantize_: {name} trains in low precision; call breccia_torch.convert_from_training_(model) first."
     with pytest.raises(breccia.UnsupportedError, match=re.escape(wanted)):
         breccia_torch.quantize_(model, "int8", filter_fn=lambda module, name: "experts" in name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_that_are_converted_back_multiply_their_parameters(name: str) -> None:
+    model, plain = made(name), made(name)
+    summary = breccia_torch.convert_to_training_(model, "fp8_delayed")
+    assert {*breccia_torch.convert_from_training_(model)} == {*summary.chosen}
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    tokens = torch.randint(64, (2, 16))
+    for each in (model, plain):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for (key, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, other.grad, msg=key)  # other orders of sums
+    breccia_torch.quantize_(model, "int8", filter_fn=lambda module, name: "experts" in name)

@@ -1,8 +1,8 @@
-"""`convert_to_training_`: the linear layers and experts of a model as layers in training, in place."""
+"""`convert_to_training_`: the linear layers and experts of a model as layers in training, in place; and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from . import measuring
 from .experts import ParameterExperts
 from .layer import TrainingLayer
 from .linear import TrainingLinear
+from .operands import forget
 from .state import StepState
 
 Filter = Callable[[nn.Module, str], bool]
@@ -112,11 +113,66 @@ def convert_to_training_(
     return TrainingSummary(recipe, tuple(layers), left)
 
 
-def _keep_from_broadcasts(model: nn.Module) -> None:
-    """Let DistributedDataParallel leave every rank its own states, in place of those of rank 0 before each forward pass."""
+def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) -> tuple[str, ...]:
+    """Let the layers in training of `model` compute in high precision again, in place: the inverse of `convert_to_training_`.
+
+    For the last steps of a run, which close most of the gap that NVFP4 leaves (arXiv:2509.25149 switches late for this), or to
+    give layers another recipe by `convert_to_training_` once more. Each `TrainingLinear` becomes an `nn.Linear`, and experts of
+    transformers multiply their Parameters as they are. Layers keep their identity, Parameters, hooks and mode, so optimizers,
+    DDP and `fully_shard` of blocks around them keep working; compiled functions compile again. A CUDA graph stays what it
+    was when it was captured. Histories and counters are dropped: `state_dict` is that of the plain model.
+
+    filter_fn: f(module, name) -> whether to convert; by default all.
+
+    Returns the names of the weights.
+
+    Raises UnsupportedError for what is no model and for a layer that `fully_shard` wraps by itself, OptionError if there is
+    nothing to convert. `TrainingExperts` that a model was written with have no other form, and stay.
+
+        >>> import torch, breccia_torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        >>> _ = breccia_torch.convert_to_training_(model, "nvfp4")
+        >>> breccia_torch.convert_from_training_(model)
+        ('0.weight', '2.weight')
+        >>> model[0]
+        Linear(in_features=64, out_features=64, bias=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"convert_from_training_ takes a model; got a {type(model).__name__}.")
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, TrainingLinear | ParameterExperts)]
+    layers = [(name, layer) for name, layer in layers if filter_fn is None or filter_fn(layer, name.removesuffix(TRAINING))]
+    if not layers:
+        chosen = "" if filter_fn is None else " that filter_fn chooses"
+        raise OptionError(f"convert_from_training_: {type(model).__name__} has no layer of convert_to_training_{chosen}.")
+    for name, layer in layers:
+        if isinstance(layer, TrainingLinear) and type(layer) is not TrainingLinear:
+            raise UnsupportedError(
+                f"convert_from_training_: {name or 'the model'} is a {type(layer).__name__}, not a TrainingLinear, and stays "
+                "what its class says. Give fully_shard the blocks around linear layers.",
+                name=name,
+            )
+    dropped = {f"{name}.state.{buffer}" for name, layer in layers if layer.state for buffer, _ in layer.state.named_buffers()}
+    for _, layer in layers:
+        weight = layer.weight
+        layer.end()
+        if isinstance(layer, ParameterExperts):
+            owner, leaf = layer.owner
+            delattr(owner, f"{leaf}{TRAINING}")
+        else:
+            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        forget(id(weight))
+    _keep_from_broadcasts(model, dropped)
+    return tuple(name.removesuffix(TRAINING) if name.endswith(TRAINING) else f"{name}.weight".lstrip(".") for name, _ in layers)
+
+
+def _keep_from_broadcasts(model: nn.Module, dropped: Set[str] = frozenset()) -> None:
+    """Let DistributedDataParallel leave every rank its own states, in place of those of rank 0 before each forward pass.
+
+    dropped: the names of buffers that are no more.
+    """
     states = (name for name, module in model.named_modules() if isinstance(module, StepState))
     names = [f"{name}.{buffer}" for name in states for buffer, _ in model.get_submodule(name).named_buffers()]
-    before: list[str] = getattr(model, _IGNORED, [])
+    before: list[str] = [name for name in getattr(model, _IGNORED, []) if name not in dropped]
     setattr(model, _IGNORED, [*before, *(name for name in names if name not in before)])
 
 

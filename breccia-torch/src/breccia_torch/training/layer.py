@@ -40,6 +40,12 @@ class TrainingLayer(nn.Module):
             self.state = StepState(self.recipe, seed, self.weight.device)
             steps.layers.add(self)
 
+    def end(self) -> None:
+        """Undo `begin`: drop the recipe and the state."""
+        steps.layers.discard(self)
+        for name in ("recipe", "recipe_json", "name", "state"):
+            delattr(self, name)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.state is not None:

@@ -139,7 +139,7 @@ class _Kept:
     __slots__ = ("casts", "now", "weight")
 
     def __init__(self, weight: Tensor, now: tuple[Any, ...]) -> None:
-        self.weight, self.now = WeakIdRef(weight, partial(_forget, id(weight))), now
+        self.weight, self.now = WeakIdRef(weight, partial(forget, id(weight))), now
         self.casts: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -149,7 +149,8 @@ _weights: dict[int, _Kept] = {}
 _last: deque[Any] = deque(maxlen=256)
 
 
-def _forget(number: int, _: Any = None) -> None:
+def forget(number: int, _: Any = None) -> None:
+    """Let go of the casts of the weight with this id."""
     _weights.pop(number, None)
 
 
@@ -174,7 +175,7 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
         while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
             _last.pop()
             if last is not None:
-                _forget(id(last))
+                forget(id(last))
         _last.append(of_weight.weight)
         cast = _noted(how, cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True))
         kept = of_weight.casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
