@@ -32,7 +32,7 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages \
+.PHONY: demo test test-rest test-shared test-alone test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages \
 	docs site-check gallery screenshots bench format clean
 .DELETE_ON_ERROR:
 
@@ -44,10 +44,15 @@ demo: $(DEMO)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m "not (leftover or exhaustive or long or slow or gpu)" $(SIDE_BY_SIDE)
 
-# More cases of every test, and long tests.
+# More cases of every test, and long tests; beside them those that fork, which mostly wait for other processes.
 test-rest: $(VENV)/more
+	$(MAKE) --no-print-directory -j 2 test-shared test-alone
+
+test-shared: $(VENV)/more
 	$(VENV)/bin/python -m pytest -m "(leftover or long) and not (exhaustive or slow or gpu or alone)" $(SIDE_BY_SIDE)
-	$(VENV)/bin/python -m pytest -m "alone and not (exhaustive or slow or gpu)" tests/bridges
+
+test-alone: $(VENV)/more
+	$(VENV)/bin/python -m pytest -q -m "alone and not (exhaustive or slow or gpu)" tests/bridges
 
 # Everything but what takes minutes, needs a GPU, or is a case that combines no new values; each case once.
 test-all: test test-rest

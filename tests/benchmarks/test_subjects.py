@@ -88,7 +88,7 @@ TINY = {
 }
 SLOW = (
     *("jax-cpu", "cast-jax", "convert-large", "gpu-weight-only-groups", "decoder-cpu", "training", "training-layers"),
-    *("matmul-cpu", "gpu-first-call", "gpu-gpt", "gpu-jax", "generation", "gpu-casts-sass"),
+    *("cast-torch", "target-bits", "matmul-cpu", "gpu-first-call", "gpu-gpt", "gpu-jax", "generation", "gpu-casts-sass"),
 )
 BENCHMARKS = draw.subjects()
 PUBLISHED = {result["benchmark"]: result for result in map(read, (HERE / "results").glob("*.json"))}

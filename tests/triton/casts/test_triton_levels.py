@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytest.importorskip("breccia_triton")
 
 import torch
-from marks import long_but
+from marks import long_but, slow_but
 from native_weights import integer
 from records import LONG, OTHERS, READ, TYPES, coded
 from triton_casts import DEVICE, ON_GPU, same, same_values
@@ -368,6 +368,6 @@ print(made.count("dequantize_kernel"), "decoders and", made.count("fused_kernel"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["sm90", "gfx942"])
+@pytest.mark.parametrize("target", slow_but({"gfx942"}, ("sm90", "gfx942")))
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
     assert compiled(COMPILED, target, tmp_path) == "11 decoders and 11 products compiled\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import slow_but
 from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -139,7 +140,7 @@ for block in (16, 128):
 
 @pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="compiles for GPUs that are absent")
-@pytest.mark.parametrize("target", ["sm90", "sm80", "gfx942"])
+@pytest.mark.parametrize("target", slow_but({"sm90"}, ("sm90", "sm80", "gfx942")))
 def test_the_kernel_compiles_and_reads_and_writes_16_bytes_at_a_time(target: str, tmp_path: Path) -> None:
     wide = target.startswith("sm")  # PTX alone is read here
     expected = [f"{block} {columns} {wide}" for block in (16, 128) for columns in (1, 256) for _ in range(2)]

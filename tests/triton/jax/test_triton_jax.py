@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")  # the interpreter's memory
 import jax.numpy as jnp  # noqa: E402
 from in_frameworks import moved  # noqa: E402
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec  # noqa: E402
+from marks import slow_but  # noqa: E402
 from triton_casts import SPECS  # noqa: E402
 
 import breccia  # noqa: E402
@@ -59,7 +60,7 @@ pytestmark = [
 #: One recipe of each family of kernels, and one of each kind of scale.
 FAMILIES = ["fp8_block", "fp8_current", "fp8_row", "mxfp8", "nvfp4", "mxfp6", "int4,symmetric=false,signed=false,group_size=32"]
 #: The kernels are tested with all of SPECS on tensors of torch; JAX only passes them what they take.
-EVERY = [pytest.param(spec, marks=() if spec in FAMILIES else pytest.mark.long) for spec in SPECS]
+EVERY = slow_but(FAMILIES, SPECS)
 #: Recipes to decode and to cast into.
 CHANGED = ["fp8_block mxfp8", "mxfp4 nvfp4", "nvfp4 fp8_block", "fp8_current fp8_row,fp8_format=E5M2", "nf4 mxfp6"]
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marks import on_cuda
+from marks import on_cuda, slow_but
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -64,8 +64,8 @@ pytestmark = [
 LEAST_BYTE = {"mxfp8": 10, "mxfp8,fp8_format=E5M2": 17, "mxfp6": 4, "mxfp6,fp6_format=E3M2": 5, "mxfp4": 2, "mxint8": 7}
 NVFP4 = ("nvfp4", "nvfp4,two_level=false", "nvfp4,global_sense=amax", "nvfp4,global_sense=divisor")
 SPECS = (*LEAST_BYTE, *NVFP4)
-#: The formats; `make test` runs two of them.
-IN_TURN = [s if s in ("mxfp8", "mxfp4") else pytest.param(s, marks=pytest.mark.long) for s in LEAST_BYTE]
+#: The formats; `make test` runs two of them, and `make slow` and GPUs those of other codes.
+IN_TURN = slow_but({"mxfp8", "mxfp4"}, LEAST_BYTE)
 
 
 @pytest.fixture(autouse=True)
@@ -171,10 +171,7 @@ def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
 #: Recipes with values of more than 8 significant bits.
 LONGER = (
     "fp8_block,block_m=128",
-    *(
-        pytest.param(spec, marks=pytest.mark.long)
-        for spec in ("fp8_block", "fp8_row", "fp8_current", "int4", "int8", "int4,symmetric=false,signed=false", "nf4")
-    ),
+    *slow_but({"int8", "nf4"}, ("fp8_block", "fp8_row", "fp8_current", "int4", "int8", "int4,symmetric=false,signed=false", "nf4")),
 )
 
 

@@ -33,6 +33,7 @@ from breccia_triton.launch import compiler, program  # noqa: E402
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 STORAGE = "mma_16x128"
 K = bf16_plans.SHORTEST_OF_TWO
+OF_EACH_KIND = {"int4-128", "uint4-zero-128", "mxfp4", "nvfp4", "e4m3-block", "int8-row", "mxint8"}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_values_become_two_numbers_of_which_the_second_is_what_the_first_one_lea
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(OF_EACH_KIND, FORMATS))
 @pytest.mark.usefixtures("on_the_host")
 def test_products_of_every_format_stay_within_the_bound_on_the_host(name: str) -> None:
     plain = tensor(name, K, 136, seed=2)
