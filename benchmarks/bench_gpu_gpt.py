@@ -58,6 +58,8 @@ VARIANTS = {
     "nvfp4-four-six": Variant(FOUR_SIX),
     "nvfp4-four-six-ends": Variant(FOUR_SIX, ends=True),
     "nvfp4-bf16-wgrad": Variant(TrainingRecipe("nvfp4", high_precision=("grad_weight",))),
+    "nvfp4-bf16-output": Variant(TrainingRecipe("nvfp4", high_precision=("output",))),
+    "nvfp4-bf16-dgrad": Variant(TrainingRecipe("nvfp4", high_precision=("grad_input",))),
     "fp8_delayed-1024": Variant(
         TrainingRecipe(
             input="fp8_delayed,amax_history_len=1024",
@@ -77,6 +79,8 @@ ABOUT = {
     "nvfp4-four-six": "scale_rule=four_six for x and w",
     "nvfp4-four-six-ends": "the same with the first and last block in BF16",
     "fp8_delayed-1024": "scales of the largest amax of 1,024 steps, TransformerEngine's default, in place of 16",
+    "nvfp4-bf16-output": "the product of the forward pass in BF16",
+    "nvfp4-bf16-dgrad": "grad_input in BF16",
     "nvfp4-bf16-wgrad": "grad_weight in BF16",
     AGAIN: "BF16 a second time; some sums have no order on a GPU",
     TF32: "without autocast",

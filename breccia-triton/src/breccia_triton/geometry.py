@@ -174,13 +174,14 @@ def lanes_of(
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
         return None
-    # Four loads of 16 bytes each: more would leave too much of a cache line to other loads.
-    lane = min(max(choice.each or 64 // itemsize, 16), 32 if bits == 6 or searches else 64)
+    # Four loads of 16 bytes each: more would leave too much of a cache line to other loads. A search computes for longer than it
+    # loads: for each scale that it tries, and each block that a thread has a part of.
+    lane = min(max(length if searches else choice.each or 64 // itemsize, 16), 32 if bits == 6 else 64)
     while lines * columns % lane:  # the last lane would go beyond the tensor
         lane //= 2
+    if searches:  # a warp by itself agrees without a barrier that further scales are in vain
+        return Lanes(length, lane, max(32, length // lane), 16 // itemsize, apart=length > lane)
     lanes = max(32 * (choice.warps or 4), length // lane)
-    if searches:
-        return Lanes(length, lane, max(128, length // lane), 16 // itemsize, apart=length > lane)
     return Lanes(length, lane, lanes, 16 // itemsize, choice.steps or steps)
 
 

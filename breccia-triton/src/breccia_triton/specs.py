@@ -126,23 +126,20 @@ class Powers:
 
 @dataclass(frozen=True)
 class Window:
-    """The scales that a search tries after the plain one (`breccia.rules.Window`), in this order.
+    """The scales that a search tries after the plain one (`breccia.rules.Window`): multiples, or steps from code to code.
 
-    multiples: of the unrounded plain scale; negative ones have the sign bit set. steps: distances from its code, within codes
-    from lowest to highest. signs: whether scales may be negative. least: of a scale to the plain one, at least.
+    multiples: of the unrounded plain scale, in this order; negative ones have the sign bit set. down, up: how many codes below
+    and above the plain one, from lowest to highest; of equal errors the lowest counts. signs: whether scales may be negative.
+    least: of a scale to the plain one, at least.
     """
 
     multiples: tuple[float, ...]
-    steps: tuple[int, ...]
+    down: int
+    up: int
     lowest: int
     highest: int
     signs: bool
     least: float
-
-    @property
-    def adjacent(self) -> bool:
-        """Whether steps go from code to code, but for the plain one."""
-        return bool(self.steps) and self.steps == tuple(n for n in range(self.steps[0], self.steps[-1] + 1) if n)
 
 
 @dataclass(frozen=True)
@@ -390,7 +387,7 @@ def _scale(fmt: Format, level: Level, rule: rules.Rule | None, outermost: bool) 
     if rule is not None and formula["rule"] == "exponent" and not (type(codec) is PowerOfTwo or codec.bits == 32):
         raise Unsupported(f"rule {rule.name!r} writes powers of two only")
     window = formula["window"] = _window(rule, codec, fmt.element)
-    top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"] + max((0, *(window.steps if window else ())))
+    top = ((F32_INF - 1 + formula["carry"]) >> 23) - formula["cap"] + (window.up if window else 0)
     largest = codec.need_nan() - 1 - kernel_codec.bias if isinstance(kernel_codec, Powers) else 126
     formula["extreme"] = isinstance(kernel_codec, Powers) and top >= largest
     exact = isinstance(rule, rules.Linear) and codec.bits == 32 and rule.margin >= 0 and qmax >= 4
@@ -446,9 +443,12 @@ def _window(rule: rules.Rule | None, codec: Codec, element: Codec) -> Window | N
     signs = rules.takes_signs(codec, element)
     multiples = (*window.factors, *(-factor for factor in window.opposite if signs))
     lowest, highest = (0, codec.need_nan() - 1) if isinstance(codec, PowerOfTwo) else (1, getattr(codec, "highest", 0))
+    down, up = -min((0, *window.steps)), max((0, *window.steps))
+    if window.steps != tuple(step for step in range(-down, up + 1) if step) or (window.steps and multiples):
+        raise Unsupported(f"the window of rule {rule.name!r} is neither multiples nor steps from each code to the next")
     # From a code to the one before, a scale is at most halved; and so a multiple that is rounded to a code.
-    least = min((1.0, *(abs(multiple) / 4 for multiple in multiples), *(2.0**step for step in window.steps)))
-    return Window(multiples, window.steps, lowest, highest, signs, least)
+    least = min((2.0**-down, *(abs(multiple) / 4 for multiple in multiples)))
+    return Window(multiples, down, up, lowest, highest, signs, least)
 
 
 def _number(bits: int) -> float:

@@ -60,40 +60,73 @@ def searched(
     if LEAST * 2.0 * SCALE.qmax < 1.0:
         _, unit = units(plain, multiplier, power, S, V)
         if tl.min(tl.where(unit > 0.0, unit, LEAST)) >= LEAST:
-            best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, False)
+            best = compared(x, y, plain, t, statistic, multiplier, power, weights, S, G, V, False)
         else:
-            best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, True)
+            best = compared(x, y, plain, t, statistic, multiplier, power, weights, S, G, V, True)
     else:
-        best = compared(x, y, plain, t, multiplier, power, weights, S, G, V, True)
+        best = compared(x, y, plain, t, statistic, multiplier, power, weights, S, G, V, True)
     return best
 
 
 @triton.jit
 def compared(
-    x, y, plain, t, multiplier, power, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr
-):
+    x, y, plain, t, statistic, multiplier, power, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr
+):  # fmt: skip
     """The codes of the scales with the least error. x: elements; y: in units of `power`. SMALL: numbers of codes may be small."""
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
-    COUNT: tl.constexpr = 1 + len(S.scale.window.multiples) + len(S.scale.window.steps)
+    WINDOW: tl.constexpr = S.scale.window
+    ASCENDING: tl.constexpr = 1 + len(S.scale.window.multiples) + S.scale.window.up
     best = plain
     least = tl.full(plain.shape, float("inf"), tl.float32)
-    for n in range(COUNT):
+    for n in range(ASCENDING):
         codes = candidate(n, plain, t, SCALE)
         by, unit = units(codes, multiplier, power, S, V)
-        by, unit = repeated(by, G.down, G.tall, G.along, G.wide), repeated(unit, G.down, G.tall, G.along, G.wide)
-        value = nearest(x * by, ELEMENT, V.ptx) * unit
-        if SMALL:
-            value = without_small(value, SMALLEST)
-        d = y - value
-        term = d * d
-        if V.weighted:
-            term = term * weights
-        error = total(term, G)
+        error = error_of(x, y, by, unit, weights, S, G, V, SMALL)
         better = error < least
         best = tl.where(better, codes, best)
         least = tl.where(better, error, least)
+    # Smaller scales come last: of equal errors the lower code counts, but for the plain one. They are too small for the largest
+    # element. A sum of squares is rounded to no less than one of them, so where that element adds the least error so far or
+    # more in each block, all further scales are in vain.
+    largest = without_small(statistic * power, SMALLEST)
+    possible = tl.full((), True, tl.int1)
+    for down in range(1, WINDOW.down + 1):
+        if possible:
+            codes = tl.maximum(plain - down, WINDOW.lowest)
+            by, unit = units(codes, multiplier, power, S, V)
+            if not V.weighted:
+                alone = square(statistic, largest, by, unit, ELEMENT, V, SMALL)
+                if ELEMENT.kind != "float":
+                    alone = tl.minimum(alone, square(-statistic, -largest, by, unit, ELEMENT, V, SMALL))
+                possible = tl.max(((alone < least) | ((alone == least) & (best != plain))).to(tl.int32)) > 0
+            if possible:
+                error = error_of(x, y, by, unit, weights, S, G, V, SMALL)
+                better = (error < least) | ((error == least) & (best != plain))
+                best = tl.where(better, codes, best)
+                least = tl.where(better, error, least)
     return best
+
+
+@triton.jit
+def error_of(x, y, by, unit, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr):
+    """The errors of blocks under scales; arguments as of `compared` and `square`."""
+    ELEMENT: tl.constexpr = S.element
+    by, unit = repeated(by, G.down, G.tall, G.along, G.wide), repeated(unit, G.down, G.tall, G.along, G.wide)
+    terms = square(x, y, by, unit, ELEMENT, V, SMALL)
+    if V.weighted:
+        terms = terms * weights
+    return total(terms, G)
+
+
+@triton.jit
+def square(x, y, by, unit, ELEMENT: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr):
+    """The squared errors of elements: `x` in units of FP32, `y` in those of `unit`, which is what codes count."""
+    value = nearest(x * by, ELEMENT, V.ptx) * unit
+    if SMALL:
+        value = without_small(value, SMALLEST)
+    d = y - value
+    return d * d
 
 
 @triton.jit
@@ -110,10 +143,9 @@ def units(codes, multiplier, power, S: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def candidate(n, plain, t, S: tl.constexpr):
-    """int32 codes of the n-th scales to try, 0 the plain ones. t: FP32 numbers that these were rounded from."""
+    """int32 codes of the n-th scales to try, 0 the plain ones, without those below. t: numbers that these were rounded from."""
     WINDOW: tl.constexpr = S.window
     MULTIPLES: tl.constexpr = len(S.window.multiples)
-    codes = plain
     if MULTIPLES > 0:
         factor = 1.0
         for i in tl.static_range(MULTIPLES):
@@ -122,18 +154,9 @@ def candidate(n, plain, t, S: tl.constexpr):
         found = encode_scale(tl.minimum(tl.maximum(scale, S.least), S.most), S)
         if S.signs:
             found = tl.where(factor < 0, found | -(1 << (S.codec.bits - 1)), found)
-        codes = tl.where((n > 0) & (n <= MULTIPLES), found, codes)
-    if len(WINDOW.steps) > 0:
-        step = 0
-        if WINDOW.adjacent:
-            step = n + (WINDOW.steps[0] - MULTIPLES - 1)
-            step = tl.where(step >= 0, step + 1, step)
-        else:
-            for i in tl.static_range(len(WINDOW.steps)):
-                step = tl.where(n == MULTIPLES + i + 1, WINDOW.steps[i], step)
-        moved = tl.minimum(tl.maximum(plain + step, WINDOW.lowest), WINDOW.highest)
-        codes = tl.where(n > MULTIPLES, moved, codes)
-    return codes
+        return tl.where(n > 0, found, plain)
+    else:
+        return tl.where(n > 0, tl.minimum(plain + n, WINDOW.highest), plain)
 
 
 @triton.jit
