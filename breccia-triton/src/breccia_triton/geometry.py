@@ -174,8 +174,8 @@ def lanes_of(
     length = block[1] if block[0] == 1 else None
     if length is None or bits not in (4, 6) or columns % length or length != power_of_two(length) or not 16 <= length <= 1024:
         return None
-    # Four loads of 16 bytes each: more would leave too much of a cache line to other loads. A search computes for longer than it
-    # loads: for each scale that it tries, and each block that a thread has a part of.
+    # Four loads of 16 bytes each: more would leave too much of a cache line to other loads. In a search each
+    # thread computes the scales of all blocks that it has a part of, again for each candidate: so it has one block.
     lane = min(max(length if searches else choice.each or 64 // itemsize, 16), 32 if bits == 6 else 64)
     while lines * columns % lane:  # the last lane would go beyond the tensor
         lane //= 2

@@ -130,7 +130,7 @@ class Window:
 
     multiples: of the unrounded plain scale, in this order; negative ones have the sign bit set. down, up: how many codes below
     and above the plain one, from lowest to highest; of equal errors the lowest counts. signs: whether scales may be negative.
-    least: of a scale to the plain one, at least.
+    least: the least ratio of a candidate to the plain scale.
     """
 
     multiples: tuple[float, ...]

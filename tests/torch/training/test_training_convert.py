@@ -253,6 +253,21 @@ def test_errors_of_converting_back() -> None:
         pass
 
     model.blocks[1].up.__class__ = Wrapped
-    with pytest.raises(UnsupportedError, match="blocks\\.1\\.up is a Wrapped, not a TrainingLinear.*Give fully_shard the blocks"):
+    wanted = "blocks\\.1\\.up is a Wrapped, not a TrainingLinear\\. Undo what made it one .*, or leave it out with filter_fn\\."
+    with pytest.raises(UnsupportedError, match=wanted):
+        breccia_torch.convert_from_training_(model)
+    model.blocks[1].up.__class__ = TrainingLinear
+    model.blocks[1].down.forward = model.blocks[1].down.forward
+    with pytest.raises(UnsupportedError, match="blocks\\.1\\.down has a forward of its own.*Remove it first"):
         breccia_torch.convert_from_training_(model)
     assert isinstance(model.blocks[0].up, TrainingLinear)  # nothing was changed
+
+
+def test_all_names_of_a_layer_that_stands_in_several_places_are_returned() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(64, 64)})
+    model["b"] = model["a"]
+    summary = breccia_torch.convert_to_training_(model, "fp8_block")
+    assert (
+        breccia_torch.convert_from_training_(model, lambda _, name: name == "b") == summary.chosen == ("a.weight", "b.weight")
+    )
+    assert type(model["a"]) is nn.Linear and model["b"] is model["a"]

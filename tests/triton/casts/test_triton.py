@@ -136,7 +136,9 @@ def test_whole_blocks_of_narrow_codes_are_cast_bit_for_bit(spec: str, axis: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", ["nvfp4,two_level=false", "int4,group_size=16,scale_dtype=fp32", "nvfp4,scale_rule=mse", "mxfp6"])
+@pytest.mark.parametrize(
+    "spec", ["nvfp4,two_level=false", "int4,group_size=16,scale_dtype=fp32", "nvfp4,scale_rule=mse", "mxfp6"]
+)
 def test_nothing_is_written_behind_a_tensor_whose_last_blocks_do_not_fill_a_thread(spec: str, dtype: Any) -> None:
     recipe = breccia.recipe(spec)
     x = numbers((7, 3 * (recipe.format.block[1] or 1)), seed=5, dtype=dtype)

@@ -21,7 +21,7 @@ from triton_products import compiled
 
 import breccia
 from breccia import Level, ScaledTensor, backend
-from breccia.backend import F16, F32, INT4, UINT4, Call, CastOptions, reference
+from breccia.backend import E2M1, E4M3, F16, F32, INT4, UINT4, Call, CastOptions, reference
 from breccia.dispatch.registry import registry
 from breccia.operations import OPERATIONS
 from breccia.rules import FOUR_SIX, MSE
@@ -120,6 +120,16 @@ def test_whole_blocks_are_searched_in_the_registers_of_their_threads(
     check(x, spec)
     (call,) = (call for call in triton_cast._calls.values())
     assert call.launcher.launch.function.__name__ == "lanes_kernel"
+
+
+@pytest.mark.parametrize("element", [INT4, E2M1], ids=lambda codec: codec.name)
+def test_a_search_ends_only_where_no_smaller_scale_is_better(element: Any) -> None:
+    """INT4 reaches further below zero: under smaller scales the error of the largest element rises first, and falls again."""
+    rows = [[-105.0, 26, 26, 52, 78], [105.0, 26, 26, 52, 78], [6.0, 3, 1.5], [1.0] * 16, [0.3, 0.1]]
+    for row in rows:
+        x = torch.tensor([row + [0.0] * (16 - len(row))] * 4, device=DEVICE)
+        check(x, declared(element, Level(E4M3, (1, 16)), rule=MSE))
+        check(x, declared(element, Level(E4M3, (1, 16)), rule=MSE), importance=torch.ones(16, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -234,8 +244,8 @@ from breccia_triton.launch import launcher as launch
 from breccia_triton.casts import prepare
 from breccia_triton.facts import Array, Hardware
 
-for spec in ("mxint8,scale_rule=mse", "mxfp4,scale_rule=mse", "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "nf4,scale_rule=mse"):
-    recipe = breccia.recipe(spec)
+for name in ("mxint8", "mxfp4", "nvfp4", "int4", "nf4"):
+    recipe = breccia.recipe(spec := f"{name},scale_rule=mse")
     for dtype, weighted in (("bfloat16", False), ("float32", True)):
         options, x = prepare.Options(weighted=weighted), Array.dense((256, 512), dtype)
         call = prepare.Prepared("cast", recipe, x, -1, options, TORCH.dtypes(recipe.format), Hardware(True, True), turns=True)

@@ -15,12 +15,14 @@ from breccia.backend import Parameter, TrainingSummary, choose, none_chosen
 from breccia.internal import TENSORS
 
 from ..experts import TRAINING, training_layer
+from ..nn import ScaledExperts
 from ..quantize import can_multiply_grouped, experts_axis, multiply_grouped, parameters_of, replace
+from ..storing import IMPLEMENTATION
 from . import measuring
 from .experts import ParameterExperts
 from .layer import TrainingLayer
 from .linear import TrainingLinear
-from .operands import forget
+from .operands import forget, forget_freed
 from .state import StepState
 
 Filter = Callable[[nn.Module, str], bool]
@@ -126,8 +128,9 @@ def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) ->
 
     Returns the names of the weights.
 
-    Raises UnsupportedError for what is no model and for a layer that `fully_shard` wraps by itself, OptionError if there is
-    nothing to convert. `TrainingExperts` that a model was written with have no other form, and stay.
+    Raises UnsupportedError for what is no model, for a layer of a class derived from `TrainingLinear` (as parametrizations and
+    `fully_shard` of the layer itself make one) and for one with a forward of its own; OptionError if there is nothing to
+    convert. `TrainingExperts` that a model was written with have no other form, and stay.
 
         >>> import torch, breccia_torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -139,28 +142,44 @@ def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) ->
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"convert_from_training_ takes a model; got a {type(model).__name__}.")
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, TrainingLinear | ParameterExperts)]
-    layers = [(name, layer) for name, layer in layers if filter_fn is None or filter_fn(layer, name.removesuffix(TRAINING))]
-    if not layers:
-        chosen = "" if filter_fn is None else " that filter_fn chooses"
-        raise OptionError(f"convert_from_training_: {type(model).__name__} has no layer of convert_to_training_{chosen}.")
+    every = [
+        (name, layer)
+        for name, layer in model.named_modules(remove_duplicate=False)  # a layer may stand in several places
+        if isinstance(layer, TrainingLinear | ParameterExperts)
+    ]
+    chosen = {id(layer): layer for name, layer in every if filter_fn is None or filter_fn(layer, name.removesuffix(TRAINING))}
+    if not chosen:
+        why = "" if filter_fn is None else " that filter_fn chooses"
+        raise OptionError(f"convert_from_training_: {type(model).__name__} has no layer of convert_to_training_{why}.")
+    layers = [(name, layer) for name, layer in every if id(layer) in chosen]
     for name, layer in layers:
         if isinstance(layer, TrainingLinear) and type(layer) is not TrainingLinear:
             raise UnsupportedError(
-                f"convert_from_training_: {name or 'the model'} is a {type(layer).__name__}, not a TrainingLinear, and stays "
-                "what its class says. Give fully_shard the blocks around linear layers.",
+                f"convert_from_training_: {name or 'the model'} is a {type(layer).__name__}, not a TrainingLinear. Undo what "
+                "made it one (a parametrization, fully_shard of the layer itself), or leave it out with filter_fn.",
+                name=name,
+            )
+        if "forward" in vars(layer):
+            raise UnsupportedError(
+                f"convert_from_training_: {name or 'the model'} has a forward of its own, which may call "
+                "TrainingLinear's. Remove it first, or leave the layer out with filter_fn.",
                 name=name,
             )
     dropped = {f"{name}.state.{buffer}" for name, layer in layers if layer.state for buffer, _ in layer.state.named_buffers()}
-    for _, layer in layers:
+    for layer in chosen.values():
         weight = layer.weight
         layer.end()
         if isinstance(layer, ParameterExperts):
-            owner, leaf = layer.owner
-            delattr(owner, f"{leaf}{TRAINING}")
+            module, leaf = layer.owner
+            delattr(module, f"{leaf}{TRAINING}")
         else:
             layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
         forget(id(weight))
+    forget_freed()
+    if not any(isinstance(module, ParameterExperts | ScaledExperts) for module in model.modules()):
+        for layer in chosen.values():
+            if isinstance(layer, ParameterExperts) and layer.implementation not in (None, IMPLEMENTATION):
+                layer.owner[0].config._experts_implementation = layer.implementation  # pyright: ignore
     _keep_from_broadcasts(model, dropped)
     return tuple(name.removesuffix(TRAINING) if name.endswith(TRAINING) else f"{name}.weight".lstrip(".") for name, _ in layers)
 
@@ -172,8 +191,10 @@ def _keep_from_broadcasts(model: nn.Module, dropped: Set[str] = frozenset()) -> 
     """
     states = (name for name, module in model.named_modules() if isinstance(module, StepState))
     names = [f"{name}.{buffer}" for name in states for buffer, _ in model.get_submodule(name).named_buffers()]
-    before: list[str] = [name for name in getattr(model, _IGNORED, []) if name not in dropped]
-    setattr(model, _IGNORED, [*before, *(name for name in names if name not in before)])
+    before: list[str] = getattr(model, _IGNORED, [])
+    ignored = [*(name for name in before if name not in dropped), *(name for name in names if name not in before)]
+    if ignored or before:
+        setattr(model, _IGNORED, ignored)
 
 
 def _in_training(p: Parameter) -> Parameter:

@@ -234,6 +234,8 @@ class ParameterExperts(TrainingExperts):
     """
 
     owner: tuple[nn.Module, str]
+    #: What transformers ran the module by before this layer.
+    implementation: Any
 
     @classmethod
     def of(cls, module: nn.Module, leaf: str, recipe: TrainingRecipe | str, *, seed: int | None = None, name: str = "") -> Self:
@@ -241,6 +243,7 @@ class ParameterExperts(TrainingExperts):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.owner = module, leaf  # in a tuple, so that it is no submodule
+        self.implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         self.num_experts, self.out_features, self.in_features = self.weight.shape
         self.begin(recipe, seed, name)
         self.train(module.training)

@@ -154,6 +154,14 @@ def forget(number: int, _: Any = None) -> None:
     _weights.pop(number, None)
 
 
+def forget_freed() -> None:
+    """Let go of the casts of weights whose memory has been freed, as fully_shard frees it after a pass."""
+    for number, kept in list(_weights.items()):
+        weight = kept.weight()
+        if weight is None or not weight.data_ptr():
+            forget(number)
+
+
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
     """(rows, columns) of a weight, cast once until it changes: an optimizer steps, or anything writes to it in place.
 

@@ -317,7 +317,9 @@ class Prepared:
         if self.axis == -1:
             # What all programs compute from the amax of the tensor is worth more than one tile.
             steps = 2 if self.two_level else 1
-            shape = lanes_of(block, matrices * rows, columns, bits, read.itemsize, self._choice("lanes", block), steps, searches)
+            shape = lanes_of(
+                block, matrices * rows, columns, bits, read.itemsize, self._choice("lanes", block), steps, searches
+            )
             if shape is None:
                 return False
             shape = replace(shape, **facts)

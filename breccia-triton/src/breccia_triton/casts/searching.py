@@ -70,9 +70,13 @@ def searched(
 
 @triton.jit
 def compared(
-    x, y, plain, t, statistic, multiplier, power, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr, SMALL: tl.constexpr
+    x, y, plain, t, statistic, multiplier, power, weights, S: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
+    SMALL: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the scales with the least error. x: elements; y: in units of `power`. SMALL: numbers of codes may be small."""
+    """The codes of the scales with the least error.
+
+    x: elements; y: the same in units of `power`. SMALL: numbers of codes may be small. Other arguments as of `searched`.
+    """
     ELEMENT: tl.constexpr = S.element
     SCALE: tl.constexpr = S.scale
     WINDOW: tl.constexpr = S.scale.window
@@ -86,20 +90,23 @@ def compared(
         better = error < least
         best = tl.where(better, codes, best)
         least = tl.where(better, error, least)
-    # Smaller scales come last: of equal errors the lower code counts, but for the plain one. They are too small for the largest
-    # element. A sum of squares is rounded to no less than one of them, so where that element adds the least error so far or
-    # more in each block, all further scales are in vain.
+    # Smaller scales come last: of equal errors the lower code counts, but for the plain one. Under a scale for which the
+    # largest element of a block saturates, that element's error grows as the scale gets smaller, and a sum of squares is
+    # rounded to no less than one of them. So the search ends where, in all blocks of the program, this error is no less than
+    # the least so far.
+    # Integers and tables may reach further on one side, where a smaller scale fits the largest element better.
+    ENDS: tl.constexpr = ELEMENT.kind == "float" and not V.weighted
     largest = without_small(statistic * power, SMALLEST)
     possible = tl.full((), True, tl.int1)
     for down in range(1, WINDOW.down + 1):
         if possible:
             codes = tl.maximum(plain - down, WINDOW.lowest)
             by, unit = units(codes, multiplier, power, S, V)
-            if not V.weighted:
+            if ENDS:
                 alone = square(statistic, largest, by, unit, ELEMENT, V, SMALL)
-                if ELEMENT.kind != "float":
-                    alone = tl.minimum(alone, square(-statistic, -largest, by, unit, ELEMENT, V, SMALL))
-                possible = tl.max(((alone < least) | ((alone == least) & (best != plain))).to(tl.int32)) > 0
+                vain = (alone > least) | ((alone == least) & (best == plain))
+                vain = (vain & (bits_of(statistic * by) >= ELEMENT.largest)) | (statistic == 0.0)
+                possible = tl.min(vain.to(tl.int32)) == 0
             if possible:
                 error = error_of(x, y, by, unit, weights, S, G, V, SMALL)
                 better = (error < least) | ((error == least) & (best != plain))

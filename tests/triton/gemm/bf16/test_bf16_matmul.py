@@ -171,7 +171,9 @@ def test_out_receives_the_product_in_place_and_in_strided_memory() -> None:
 #: Recipes with values of more than 8 significant bits.
 LONGER = (
     "fp8_block,block_m=128",
-    *slow_but({"int8", "nf4"}, ("fp8_block", "fp8_row", "fp8_current", "int4", "int8", "int4,symmetric=false,signed=false", "nf4")),
+    *slow_but(
+        {"int8", "nf4"}, ("fp8_block", "fp8_row", "fp8_current", "int4", "int8", "int4,symmetric=false,signed=false", "nf4")
+    ),
 )
 
 
