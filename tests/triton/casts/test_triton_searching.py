@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from breccia import Level, ScaledTensor, backend
 from breccia.backend import E2M1, E4M3, F16, F32, INT4, UINT4, Call, CastOptions, reference
 from breccia.dispatch.registry import registry
 from breccia.operations import OPERATIONS
-from breccia.rules import FOUR_SIX, MSE
+from breccia.rules import FOUR_SIX, MSE, Window
 from breccia_triton import operands, specs
 from breccia_triton.casts import cast as triton_cast
 from breccia_triton.casts import plans
@@ -232,6 +233,10 @@ def test_the_reason_names_what_is_not_searched() -> None:
     assert specs.spec_of(offset) == "it searches for scales of formats without an offset only"
     no_window = declared(INT4, Level(F16, (1, 16)), rule=FOUR_SIX)
     assert specs.spec_of(no_window) == "rule 'four_six' has no window of F16 scales"
+    uneven = replace(MSE, bytes=Window(steps=(-3, -1, 1)))
+    assert specs.spec_of(declared(E2M1, Level(E4M3, (1, 16)), rule=uneven)) == (
+        "the window of rule 'mse' is neither multiples nor steps from each code to the next"
+    )
     for spec in SPECS:
         assert "-> triton.cast" in str(breccia.explain("cast", spec, on="torch:cuda")), spec
 

@@ -118,8 +118,8 @@ def convert_to_training_(
 def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) -> tuple[str, ...]:
     """Let the layers in training of `model` compute in high precision again, in place: the inverse of `convert_to_training_`.
 
-    For the last steps of a run, which close most of the gap that NVFP4 leaves (arXiv:2509.25149 switches late for this), or to
-    give layers another recipe by `convert_to_training_` once more. Each `TrainingLinear` becomes an `nn.Linear`, and experts of
+    For the last steps of a run (arXiv:2509.25149 ends runs under NVFP4 so), to quantize the model, or to give layers another
+    recipe by `convert_to_training_`. Each `TrainingLinear` becomes an `nn.Linear`, and experts of
     transformers multiply their Parameters as they are. Layers keep their identity, Parameters, hooks and mode, so optimizers,
     DDP and `fully_shard` of blocks around them keep working; compiled functions compile again. A CUDA graph stays what it
     was when it was captured. Histories and counters are dropped: `state_dict` is that of the plain model.
