@@ -135,6 +135,10 @@ class Minifloat(Codec):
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
         rounded = round_shift(ops, significand(ops, finite), shift, word)
         code = rounded + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
+        if self.mantissa_bits == 0 and word is None:
+            # Of 1 and 2 times a power of two the even significand is 2, the even code either.
+            tie = ((finite & MANTISSA) == 1 << 22) & (exponent >= first)
+            code = ops.where(tie, code - (code & 1), code)
         # The codec's exponent range goes below FP32's normal numbers; zero (exponent field 0) must still encode as 0.
         return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 

@@ -110,6 +110,21 @@ def test_ten_million_integers_encode_as_numpy_rint_and_clip(codec: Integer) -> N
         np.testing.assert_array_equal(codec.encode(NUMPY, x), expected & ((1 << codec.bits) - 1))
 
 
+@pytest.mark.parametrize("bias", [5, 6, 130])
+@pytest.mark.parametrize("signed", [False, True])
+def test_ties_without_a_mantissa_go_to_the_even_code(bias: int, signed: bool) -> None:
+    """The two codes beside a midpoint differ in their exponent alone."""
+    codec = Minifloat("powers", 4 + signed, None, "this test", 4, 0, bias, 2.0 ** (15 - bias), signed=signed)
+    values = codec.decode(NUMPY, np.arange(16, dtype=np.int32))
+    middles = ((values[:-1].astype(np.float64) + values[1:]) / 2).astype(np.float32)
+    normal = middles > 2.0**-126  # smaller numbers count as zero
+    even = np.arange(15) + np.arange(15) % 2
+    np.testing.assert_array_equal(codec.encode(NUMPY, middles)[normal], even[normal])
+    beside = np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(np.inf))
+    for offset, numbers in enumerate(beside):
+        np.testing.assert_array_equal(codec.encode(NUMPY, numbers)[normal], (np.arange(15) + offset)[normal])
+
+
 #: Unordered codes, uneven steps, a tie between two even codes (0 and 2: to the smaller value) and ties with an odd code.
 SCRAMBLED = Lookup("scrambled", 2, None, "this test", (0.0, -3.0, 2.0, 7.25))
 
