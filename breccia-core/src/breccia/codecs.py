@@ -133,12 +133,10 @@ class Minifloat(Codec):
         exponent = finite >> 23
         first = 128 - self.bias  # FP32's exponent field of this codec's smallest normal number
         shift = 23 - self.mantissa_bits + ops.maximum(first - exponent, 0)
-        rounded = round_shift(ops, significand(ops, finite), shift, word)
-        code = rounded + (ops.maximum(exponent - first, 0) << self.mantissa_bits)
-        if self.mantissa_bits == 0 and word is None:
-            # Of 1 and 2 times a power of two the even significand is 2, the even code either.
-            tie = ((finite & MANTISSA) == 1 << 22) & (exponent >= first)
-            code = ops.where(tie, code - (code & 1), code)
+        # The exponent is rounded with the significand, so that ties go to even codes without mantissa bits too. Exponents have
+        # at most 8 bits, since all values are FP32 numbers: the largest code times 2^shift is below 2^31.
+        wide = significand(ops, finite) + (ops.maximum(exponent - first, 0) << 23)
+        code = round_shift(ops, wide, shift, word)
         # The codec's exponent range goes below FP32's normal numbers; zero (exponent field 0) must still encode as 0.
         return code if first > 0 else ops.where(finite < NORMAL, 0, code)
 

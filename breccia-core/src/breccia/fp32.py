@@ -43,7 +43,7 @@ def significand(ops: Ops, magnitude: Array) -> Array:
 
 
 def round_shift(ops: Ops, m: Array, shift: Array, word: Array | None) -> Array:
-    """m / 2^shift rounded to an integer, for 0 <= m < 2^24 and shift >= 1.
+    """m / 2^shift rounded to an integer, for shift >= 1 and 0 <= m <= 2^31 - 2^min(shift, 30).
 
     Nearest, ties to even; or stochastic: rounds up where the fraction's first 30 bits plus the top 30 of `word` carry.
     """
