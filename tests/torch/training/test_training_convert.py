@@ -250,7 +250,7 @@ def test_errors_of_converting_back() -> None:
         breccia_torch.convert_from_training_(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     class Wrapped(TrainingLinear):
-        pass
+        """As parametrizations and fully_shard make a class of a layer."""
 
     model.blocks[1].up.__class__ = Wrapped
     wanted = "blocks\\.1\\.up is a Wrapped, not a TrainingLinear\\. Undo what made it one .*, or leave it out with filter_fn\\."

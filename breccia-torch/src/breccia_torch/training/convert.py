@@ -22,7 +22,7 @@ from . import measuring
 from .experts import ParameterExperts
 from .layer import TrainingLayer
 from .linear import TrainingLinear
-from .operands import forget, forget_freed
+from .operands import forget_casts
 from .state import StepState
 
 Filter = Callable[[nn.Module, str], bool]
@@ -118,13 +118,13 @@ def convert_to_training_(
 def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) -> tuple[str, ...]:
     """Let the layers in training of `model` compute in high precision again, in place: the inverse of `convert_to_training_`.
 
-    For the last steps of a run (arXiv:2509.25149 ends runs under NVFP4 so), to quantize the model, or to give layers another
-    recipe by `convert_to_training_`. Each `TrainingLinear` becomes an `nn.Linear`, and experts of
-    transformers multiply their Parameters as they are. Layers keep their identity, Parameters, hooks and mode, so optimizers,
-    DDP and `fully_shard` of blocks around them keep working; compiled functions compile again. A CUDA graph stays what it
-    was when it was captured. Histories and counters are dropped: `state_dict` is that of the plain model.
+    It is for the last steps of a run (arXiv:2509.25149 ends runs under NVFP4 so), before the model is quantized, and to give
+    layers another recipe by `convert_to_training_`. Each `TrainingLinear` becomes an `nn.Linear`, and experts of transformers
+    multiply their Parameters as they are. Layers keep their identity, Parameters, hooks and mode, so optimizers, DDP and
+    `fully_shard` of blocks around them keep working; compiled functions compile again. A CUDA graph stays what it was when it
+    was captured. Histories and counters are dropped: `state_dict` is that of the plain model.
 
-    filter_fn: f(module, name) -> whether to convert; by default all.
+    filter_fn: f(module, name) -> whether to convert; by default all. Experts have the name of their Parameter.
 
     Returns the names of the weights.
 
@@ -167,15 +167,13 @@ def convert_from_training_(model: nn.Module, filter_fn: Filter | None = None) ->
             )
     dropped = {f"{name}.state.{buffer}" for name, layer in layers if layer.state for buffer, _ in layer.state.named_buffers()}
     for layer in chosen.values():
-        weight = layer.weight
         layer.end()
         if isinstance(layer, ParameterExperts):
             module, leaf = layer.owner
             delattr(module, f"{leaf}{TRAINING}")
         else:
             layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-        forget(id(weight))
-    forget_freed()
+    forget_casts()
     if not any(isinstance(module, ParameterExperts | ScaledExperts) for module in model.modules()):
         for layer in chosen.values():
             if isinstance(layer, ParameterExperts) and layer.implementation not in (None, IMPLEMENTATION):

@@ -139,7 +139,7 @@ class _Kept:
     __slots__ = ("casts", "now", "weight")
 
     def __init__(self, weight: Tensor, now: tuple[Any, ...]) -> None:
-        self.weight, self.now = WeakIdRef(weight, partial(forget, id(weight))), now
+        self.weight, self.now = WeakIdRef(weight, partial(_forget, id(weight))), now
         self.casts: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -149,17 +149,14 @@ _weights: dict[int, _Kept] = {}
 _last: deque[Any] = deque(maxlen=256)
 
 
-def forget(number: int, _: Any = None) -> None:
-    """Let go of the casts of the weight with this id."""
+def _forget(number: int, _: Any = None) -> None:
     _weights.pop(number, None)
 
 
-def forget_freed() -> None:
-    """Let go of the casts of weights whose memory has been freed, as fully_shard frees it after a pass."""
-    for number, kept in list(_weights.items()):
-        weight = kept.weight()
-        if weight is None or not weight.data_ptr():
-            forget(number)
+def forget_casts() -> None:
+    """Let go of the casts of all weights. The next pass of a layer casts its weight again."""
+    _weights.clear()
+    _last.clear()
 
 
 def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
@@ -183,7 +180,7 @@ def cast_weight(how: Context, weight: Tensor, *, rows: bool = True, columns: boo
         while _last and ((last := _last[-1]()) is None or not last.data_ptr()):
             _last.pop()
             if last is not None:
-                forget(id(last))
+                _forget(id(last))
         _last.append(of_weight.weight)
         cast = _noted(how, cast_operand(how, "weight", weight, rows=missing[0], columns=missing[1], record=True))
         kept = of_weight.casts[key] = (cast[0] if missing[0] else kept[0], cast[1] if missing[1] else kept[1])
