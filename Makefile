@@ -32,8 +32,8 @@ INSTALL_NATIVE = CC="$${CC:-$$(command -v ccache) $$($(CC_OF_PYTHON))}" $(1)/bin
 # notice about its own future is no finding about these pages.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
-.PHONY: demo test test-rest test-shared test-alone test-all test-apart dist test-dist slow fuzz mutants dialects engines vectors check check-types check-pages \
-	docs site-check gallery screenshots bench format clean
+.PHONY: demo test test-rest test-shared test-alone test-all test-apart dist test-dist slow fuzz mutants dialects engines \
+	vectors check check-types check-pages docs site-check gallery screenshots bench format clean
 .DELETE_ON_ERROR:
 
 # Real trained weights under five recipes: quantized, verified, and compared in .demo/report.html. NumPy only.

@@ -125,8 +125,8 @@ class Training:
         torch.set_float32_matmul_precision("high" if recipe == TF32 else "highest")
         if recipe in RECIPES:
             how = VARIANTS.get(recipe) or Variant(TrainingRecipe.of(recipe))
-            kept = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if how.ends else []
-            self.converted = len(breccia_torch.convert_to_training_(self.model, how.recipe, exclude=kept, min_size=0).chosen)
+            ends = [f"blocks.{n}.*" for n in (0, size.layers - 1)] if how.ends else []
+            self.converted = len(breccia_torch.convert_to_training_(self.model, how.recipe, exclude=ends, min_size=0).chosen)
         if compiled:
             for block in self.model.blocks:
                 block.compile(fullgraph=True)  # one compilation serves all blocks

@@ -94,7 +94,7 @@ def test_branches_for_nvidia_gpus_search_alike(spec: str, axis: int, dtype: Any,
 
 
 #: Blocks of a thread, and of several threads, of which each has chunks that lie apart.
-WHOLE = [
+WHOLE_BLOCKS = [
     "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "mxfp4,scale_rule=mse", "mxfp6,scale_rule=mse", "nf4,scale_rule=mse",
     "int4,group_size=32,scale_dtype=fp32,scale_rule=mse", "int4,group_size=1024,scale_rule=mse",
     "nvfp4,two_level=false,scale_rule=four_six",
@@ -103,7 +103,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("emulated", [False] if ON_GPU else [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("spec", long_but(WHOLE[:2], WHOLE))
+@pytest.mark.parametrize("spec", long_but(WHOLE_BLOCKS[:2], WHOLE_BLOCKS))
 def test_whole_blocks_are_searched_in_the_registers_of_their_threads(
     spec: str, dtype: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

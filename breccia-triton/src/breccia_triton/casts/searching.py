@@ -90,11 +90,11 @@ def compared(
         better = error < least
         best = tl.where(better, codes, best)
         least = tl.where(better, error, least)
-    # Smaller scales come last: of equal errors the lower code counts, but for the plain one. Under a scale for which the
-    # largest element of a block saturates, that element's error grows as the scale gets smaller, and a sum of squares is
-    # rounded to no less than one of them. So the search ends where, in all blocks of the program, this error is no less than
-    # the least so far.
-    # Integers and tables may reach further on one side, where a smaller scale fits the largest element better.
+    # Smaller scales are tried last. The plain scale wins ties, and among the others the lowest code does.
+    # The error of a block is no less than that of its largest element, since a sum of squares is rounded to no less than one of
+    # them. Under scales that saturate the largest element, its error grows as the scale gets smaller. So the search ends when
+    # this error alone reaches the least so far in all blocks of the program. Integers and tables may reach further on one side,
+    # where a smaller scale fits the largest element better.
     ENDS: tl.constexpr = ELEMENT.kind == "float" and not V.weighted
     largest = without_small(statistic * power, SMALLEST)
     possible = tl.full((), True, tl.int1)
