@@ -92,7 +92,6 @@ static void copy(u32 to, const TensorMap* map, int x, int y, int z, u32 barrier)
     copy_to_all(to, map, x, y, z, barrier, (u16)(1 << fiber->block->rank));
 }
 static void copy_4(u32 to, const void* from, bool there) { if (there) memcpy(at(to, 4), from, 4); else memset(at(to, 4), 0, 4); }
-static void copy_16(u32 to, const void* from, bool there) { if (there) memcpy(at(to, 16), from, 16); else memset(at(to, 16), 0, 16); }
 static void prefetch(const TensorMap*, int, int, int) {}
 static void copy_out(const TensorMap* given, int x, int y, int z, u32 from) {
     HostMap map;
@@ -105,6 +104,7 @@ static void copies_out_read() { copies_out_done(); }
 static void visible_to_copies() {}
 
 static float load(u32 a) { float v; memcpy(&v, at(a, 4), 4); return v; }
+static void store4(u32 to, const float* v) { memcpy(at(to, 16), v, 16); }
 static void load2(u32 a, float& x, float& y) { x = load(a); y = load(a + 4); }
 static void add_scaled(float& sum, float d, float f) { sum = fmaf(d, f, sum); }
 static void add(float& sum, float d) { sum += d; }

@@ -89,9 +89,13 @@ class StandIn:
         """Those of the arguments, each with the bytes up to the last number that its strides reach."""
         last = args.matrices - 1
         widths = {"float32": 4, "float16": 2, "bfloat16": 2, "none": 0}
+
+        def scales(e8m0: bool, rows: int, row: int, matrix: int) -> int:
+            return (rows * row + last * matrix) if e8m0 else 4 * (1 + (rows - 1) * row + last * matrix)
+
         found = {
-            "sa": (args.sa, 4 * (1 + (args.M - 1) * args.sa_row + last * args.sa_matrix)),
-            "sw": (args.sw, 4 * (1 + (args.N - 1) * args.sw_row + last * args.sw_matrix)),
+            "sa": (args.sa, scales(variant.e8m0[0], args.M, args.sa_row, args.sa_matrix)),
+            "sw": (args.sw, scales(variant.e8m0[1], args.N, args.sw_row, args.sw_matrix)),
             "bias": (args.bias, args.N * widths[variant.bias]),
             "offsets": (args.offsets, 4 * args.matrices if variant.grouped else 0),
             "out": (args.out, args.M * args.N * (1 if variant.grouped else args.matrices) * widths[variant.out]),

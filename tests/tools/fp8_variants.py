@@ -26,7 +26,8 @@ def fp8_variants() -> list[GemmVariant]:
     found += [GemmVariant(t, promote=False) for t in tiles]
     found += [GemmVariant(t, BLOCKS, pieces=4) for t in tiles]
     found += [GemmVariant(t, s, copiers=True) for t in tiles for s in (TILES, BLOCKS)]
-    found += [GemmVariant(t, BLOCKS, pieces=4, copiers=True) for t in tiles]
+    found += [GemmVariant(t, BLOCKS, pieces=4, e8m0=(True, True)) for t in tiles]
+    found += [GemmVariant(first, BLOCKS, pieces=4, e8m0=each) for each in ((True, False), (False, True))]
     found += [GemmVariant(t, s, grouped=True, copiers=True) for t in GROUPED for s in (TILES, BLOCKS)]
     found += [
         GemmVariant(t, s, staged=staged, grouped=True) for t, s, staged in itertools.product(GROUPED, range(3), (True, False))

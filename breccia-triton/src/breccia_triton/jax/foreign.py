@@ -22,11 +22,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 
-from breccia import Float8BlockScaling, KernelError, ScaledTensor
+from breccia import KernelError, ScaledTensor
 from breccia.backend import (
-    E8M0,
     FLOAT32,
     Metadata,
     ProductOptions,
@@ -131,31 +129,10 @@ class Product(OnGPU):
     def kernels(self, hardware: Hardware, *arrays: Any) -> list[Any]:
         _register("CUDA")
         ((shape, dtype),) = self.results
-        passed, operands, rest = list[Any](), [], list(arrays)
-        for metadata, shapes in ((self.a, self.first), (self.b, self.second)):
-            parts = {name: rest.pop(0) for name, _, _ in shapes}
-            if self.op != THROUGH_BF16 and metadata is not None and metadata.recipe.format.scale.codec == E8M0:
-                # XLA decodes them in one kernel, and torch in several.
-                metadata, parts["x_scale"] = _in_fp32(metadata), powers(parts["x_scale"])
-            passed += parts.values()
-            operands.append((metadata and metadata.to_json(), shapes_of(parts)))
+        operands = [(self.a and self.a.to_json(), self.first), (self.b and self.b.to_json(), self.second)]
         # Another process may read it: JAX keeps what it has compiled on disk.
         text = json.dumps([self.op, operands, self.added, shape, dtype], separators=(",", ":"))
-        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*passed, *rest, call=text)]
-
-
-@lru_cache(maxsize=256)
-def _in_fp32(metadata: Metadata) -> Metadata:
-    """That of the tensor with the values of its E8M0 scales in FP32."""
-    fp8_format: Any = metadata.recipe.format.element.name
-    return metadata._replace(recipe=Float8BlockScaling(fp8_format=fp8_format, block_k=plans.PIECE))
-
-
-def powers(codes: Any) -> Any:
-    """The scales of E8M0 codes in FP32."""
-    e = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
-    bits = jnp.where(e == 0, 0x0040_0000, jnp.where(e == 255, 0x7FC0_0000, e << 23))  # 2^-127 is subnormal, and 255 is NaN
-    return lax.bitcast_convert_type(bits, jnp.float32)
+        return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*arrays, call=text)]
 
 
 @lru_cache

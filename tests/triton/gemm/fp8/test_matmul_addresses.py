@@ -22,6 +22,7 @@ from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
 
 ROW, TENSOR, MX = breccia.Float8RowScaling(), breccia.Float8CurrentScaling(), breccia.MXFP8BlockScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
+SHORT = breccia.Float8BlockScaling(block_k=32)
 
 
 @pytest.fixture(params=[False, True], ids=["moved maps", "new maps"])
@@ -111,7 +112,9 @@ CASES = {
         lambda seed: (operand((3, 50, 640), BLOCK, seed), operand((3, 72, 640), TILES, seed + 20).mT), ("scales of a", "sa")
     ),
     "scales of blocks are copied": Case(pair(BLOCK, BLOCK, 640), ("scales of a", "scales of b", "sa", "sw")),
-    "scales of MX are copied": Case(pair(MX, MX, 272), ("scales of a", "scales of b", "sa", "sw"), bias=bias, out=zeros),
+    "MX": Case(pair(MX, MX), bias=bias, out=zeros),
+    "scales of MX are copied": Case(pair(MX, MX, 272), ("sa", "sw"), bias=bias, out=zeros),
+    "scales of blocks of 32 are copied": Case(pair(SHORT, SHORT, 272), ("scales of a", "scales of b", "sa", "sw"), out=zeros),
     "codes of b are copied": Case(
         lambda seed: (operand((300, 512), ROW, seed), down(operand((264, 512), ROW, seed + 20)).mT), ("codes of b",)
     ),
@@ -191,7 +194,9 @@ def test_operands_are_copied_only_where_a_kernel_cannot_read_them(
 
 
 PLANTED = [
-    *((name, slot) for name in ("blocks", "scales of MX are copied") for slot in (*MAPS, *ADDRESSES) if slot != "offsets"),
+    *(("blocks", slot) for slot in (*MAPS, *ADDRESSES) if slot != "offsets"),
+    *(("scales of MX are copied", slot) for slot in (*MAPS, *ADDRESSES) if not slot.startswith("scales") and slot != "offsets"),
+    *(("scales of blocks of 32 are copied", slot) for slot in ("scales of a", "scales of b")),
     *((name, "offsets") for name in ("groups", "offsets are copied")),
     ("the bias is copied", "bias"),
     ("codes of b are copied", "codes of b"),

@@ -109,7 +109,7 @@ def test_codecs_multiply_in_any_pairing(pair: str, codecs: tuple[str, str]) -> N
 @pytest.mark.parametrize("tile", [*fp8_plans.TABLE, *fp8_plans.GROUPED[1:2]], ids=lambda t: t.name)
 @pytest.mark.parametrize(
     ("pair", "copiers"),
-    [("tensor", False), *((pair, copiers) for pair in ("tiles", "blocks", "mx") for copiers in (False, True))],
+    [("tensor", False), ("mx", False), *((pair, copiers) for pair in ("tiles", "blocks") for copiers in (False, True))],
 )
 def test_every_tile_multiplies_every_shape(tile: Any, pair: str, copiers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_plans, "copiers", lambda *of: copiers)
@@ -460,14 +460,20 @@ def test_scales_of_blocks_are_read_in_place_and_copied_only_where_rows_are_not_a
     assert not stand_in.variants[-1].a_plain and stand_in.variants[0].a_plain
 
 
-def test_scales_of_the_mx_formats_become_fp32_with_four_for_each_step(stand_in: StandIn) -> None:
-    a, w = cpu((300, 272), MX), cpu((264, 272), MX)
+def test_scales_of_mx_formats_are_read_as_they_are_with_four_for_each_step(stand_in: StandIn) -> None:
+    a, w = cpu((300, 512), MX), cpu((264, 512), MX)
     fp8_matmul.matmul(a, w.mT, product_options("bfloat16"))
-    assert stand_in.variants[-1].pieces == 4 and stand_in.variants[-1].scales == fp8_plans.BLOCKS
-    assert stand_in.maps[2][3:6] == [[12, 300, 1], [48, 48 * 300], [4, 64, 1]]
-    for name, st in (("scales of a", a), ("scales of b", w)):
-        scales = np.frombuffer(stand_in.read[name], np.float32).reshape(st.shape[0], 12)
-        assert np.array_equal(scales[:, :9], st.scale.float().numpy()) and not scales[:, 9:].any()
+    variant, args = stand_in.variants[-1], stand_in.launched[-1][1]
+    assert (variant.pieces, variant.scales, variant.e8m0) == (4, fp8_plans.BLOCKS, (True, True))
+    assert (args.sa, args.sa_row, args.sw, args.sw_row) == (a.scale.data_ptr(), 16, w.scale.data_ptr(), 16)
+    assert "scales of a" not in stand_in.read and "scales of b" not in stand_in.read
+    short, fp32 = cpu((300, 272), MX), cpu((264, 272), breccia.Float8BlockScaling(block_k=32))
+    fp8_matmul.matmul(short, fp32.mT, product_options("bfloat16"))
+    assert stand_in.variants[-1].e8m0 == (True, False) and "scales of a" not in stand_in.read
+    assert stand_in.maps[2][3:6] == [[12, 264, 1], [48, 48 * 264], [4, 64, 1]]
+    for name, dtype, scale in (("sa", np.uint8, short.scale.view(torch.uint8)), ("scales of b", np.float32, fp32.scale)):
+        scales = np.frombuffer(stand_in.read[name], dtype).reshape(-1, 12)
+        assert np.array_equal(scales[:, :9], scale.numpy()) and not scales[:, 9:].any()
 
 
 @pytest.mark.usefixtures("no_copiers")

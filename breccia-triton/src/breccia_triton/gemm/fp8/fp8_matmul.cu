@@ -22,6 +22,7 @@
 //   SPAN             stages of a step, whose product is promoted once: 2 with ROWS means 1 x 128 of A
 //   PIECES           parts of a stage that are promoted each. With BLOCKS 4 means 1 x 32 of both, where every instruction's
 //                    product is promoted; with ROWS 1, 2 and 4 mean 1 x 64, 1 x 32 and 1 x 16 of A
+//   A_E8M0, W_E8M0   scales of 1 x 32 are E8M0 codes, four for each step, which warps of the producer decode; or else FP32
 //   A_PLAIN, W_PLAIN scales of blocks are [rows][K / 128] in memory, not [K / 128][rows]; those of 1 x 32 are [rows][K / 32]
 //   COPIERS          warps of the producer copy plain scales, one number for each row and step; or else TMA does,
 //                    in boxes of 16 bytes for each row, as many as it takes for the codes of the row
@@ -57,7 +58,10 @@ constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 constexpr int A_ROW = SCALES == ROWS ? 4 * PIECES : PIECES == 4 || (A_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int W_ROW = PIECES == 4 || (W_PLAIN && !COPIERS) ? 16 : 4;
 constexpr int SA_BYTES = SCALES == OUTER ? 0 : BM * A_ROW, SW_BYTES = SCALES == BLOCKS ? BN * W_ROW : 0;  // in a stage
-constexpr bool A_COPIER = COPIERS && A_PLAIN && SCALES != OUTER, W_COPIER = COPIERS && W_PLAIN && SCALES == BLOCKS;
+constexpr bool A_COPIER = A_E8M0 || (COPIERS && A_PLAIN && SCALES != OUTER);
+constexpr bool W_COPIER = W_E8M0 || (COPIERS && W_PLAIN && SCALES == BLOCKS);
+static_assert(!(A_E8M0 || W_E8M0) || (SCALES == BLOCKS && PIECES == 4), "no form");
+static_assert(!COPIERS || PIECES == 1 || (A_E8M0 && W_E8M0), "FP32 scales of 1 x 32 come by TMA");
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
 // Columns of one box of the output: 128, 64 or 32 bytes.
 constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -71,7 +75,7 @@ constexpr int W_SCALES = SCALES != TILES ? 1 : SEGMENTS ? BN / UNIT : (128 - UNI
 
 struct __align__(64) TensorMap { u8 bytes[128]; };
 struct Args {
-    const float *sa, *sw;           // scales that TMA does not copy
+    const float *sa, *sw;           // scales that TMA does not copy; codes, where they are E8M0
     const void* bias;
     void* out;
     const int* offsets;             // ends of the groups
@@ -99,12 +103,9 @@ __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap* map, int x,
                  "[%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks) : "memory");
 }
-// By threads, without TMA: 4 or 16 bytes, zeros unless `there`.
+// By threads, without TMA: 4 bytes, zeros unless `there`.
 __device__ __forceinline__ void copy_4(u32 to, const void* from, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 b) {  // once this thread's copies have landed
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(b) : "memory");
@@ -162,6 +163,9 @@ __device__ __forceinline__ u32 address_in(u32 a, int block) {  // of another blo
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(a), "r"(block));
     return there;
+}
+__device__ __forceinline__ void store4(u32 to, const float* v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 __device__ __forceinline__ void store_in(u32 to, const float* v) {  // four numbers
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
@@ -231,6 +235,68 @@ __device__ __forceinline__ void store(const Args& args, long long at, int column
         u16* to = (u16*)args.out + at;
         if constexpr (PAIRS) { if (column < args.N) *(u32*)to = both; }
         else { if (column < args.N) to[0] = (u16)both; if (column + 1 < args.N) to[1] = (u16)(both >> 16); }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ scales by warps
+
+// 2^(code - 127), which is subnormal for code 0; 255 is NaN.
+__device__ __forceinline__ float of_e8m0(u32 code) {
+    return __uint_as_float(code == 0 ? 0x400000u : code == 255 ? 0x7fffffffu : code << 23);
+}
+
+// What one warp does: copy the scales of COUNT rows of A, or of W, to each stage. Beyond the last row they are any finite numbers.
+// first: the block's first row in a tile of its cluster.
+template <bool E8M0, int COUNT, bool OF_A>
+__device__ __forceinline__ void copy_scales(const Args& args, u32 ring, u32 full, u32 empty, int first, int first_tile, int clusters,
+                                            int k0, int k1, int lane) {
+    constexpr int ROW = OF_A ? A_ROW : W_ROW, ROOM = OF_A ? SA_BYTES : SW_ROOM, EACH = COUNT < 128 ? (COUNT + 31) / 32 : 4;
+    const int limit = OF_A ? args.M : args.N, pitch = OF_A ? args.sa_row : args.sw_row;
+    u32 stage = 0, phase = 1;
+    Walk walk; Tile tile;
+#pragma unroll 1
+    for (int t = first_tile; walk.seek(args, t, tile); t += clusters) {
+        const int row = (OF_A ? tile.row : tile.column) + first;
+        const long long matrix = OF_A ? (GROUPED ? 0 : tile.matrix * args.sa_matrix) : tile.matrix * args.sw_matrix;
+        if constexpr (E8M0) {
+            const u8* const from = (const u8*)(OF_A ? args.sa : args.sw) + matrix;
+#pragma unroll 1
+            for (int k = k0; k < k1; k++) {
+#pragma unroll 1
+                for (int some = 0; some < COUNT; some += 32 * EACH) {
+                    u32 codes[EACH];  // of four scales each; the first are read before the stage is free
+#pragma unroll
+                    for (int i = 0; i < EACH; i++) {
+                        const int r = some + 32 * i + lane;
+                        const bool there = r < COUNT && row + r < limit;
+                        codes[i] = there ? __ldg((const u32*)(from + (long long)(row + r) * pitch) + k) : 0;
+                    }
+                    if (some == 0) barrier_wait(empty + 8 * stage, phase);
+#pragma unroll
+                    for (int i = 0; i < EACH; i++) {
+                        const int r = some + 32 * i + lane;
+                        float scales[4];
+#pragma unroll
+                        for (int n = 0; n < 4; n++) scales[n] = of_e8m0(codes[i] >> 8 * n & 255);
+                        if (r < COUNT) store4(ring + stage * ROOM + r * ROW, scales);
+                    }
+                }
+                barrier_arrive(full + 8 * stage);
+                if (++stage == STAGES) { stage = 0; phase ^= 1; }
+            }
+        } else {
+            const float* const from = (OF_A ? args.sa : args.sw) + matrix;
+#pragma unroll 1
+            for (int k = k0; k < k1; k++) {
+                barrier_wait(empty + 8 * stage, phase);
+                for (int r = lane; r < COUNT; r += 32) {
+                    const bool there = row + r < limit;
+                    copy_4(ring + stage * ROOM + r * ROW, from + (long long)(there ? row + r : 0) * pitch + k, there);
+                }
+                barrier_arrive_after_copies(full + 8 * stage);
+                if (++stage == STAGES) { stage = 0; phase ^= 1; }
+            }
+        }
     }
 }
 
@@ -307,28 +373,10 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 barrier_wait(empty + 8 * stage, phase);
                 if (++stage == STAGES) { stage = 0; phase ^= 1; }
             }
-        } else if ((A_COPIER && warp == 1) || (W_COPIER && warp == 2)) {
-            const bool of_a = A_COPIER && (!W_COPIER || warp == 1);
-            const int rows = of_a ? BM : BN, limit = of_a ? args.M : args.N, pitch = of_a ? args.sa_row : args.sw_row;
-            u32 stage = 0, phase = 1;
-            Walk walk; Tile tile;
-#pragma unroll 1
-            for (int t = first_tile; walk.seek(args, t, tile); t += clusters) {
-                const int row = of_a ? tile.row + ci * BM : tile.column + cj * BN;
-                const float* from = of_a ? args.sa + (GROUPED ? 0 : tile.matrix * args.sa_matrix) : args.sw + tile.matrix * args.sw_matrix;
-#pragma unroll 1
-                for (int k = k0; k < k1; k++) {
-                    const u32 to = of_a ? sa_ring + stage * SA_BYTES : sw_ring + stage * SW_ROOM;
-                    barrier_wait(empty + 8 * stage, phase);
-                    for (int r = lane; r < rows; r += 32) {  // zeros beyond the last row
-                        const bool there = row + r < limit;
-                        const float* at = from + (long long)(there ? row + r : 0) * pitch + PIECES * k;
-                        if (PIECES == 4) copy_16(to + r * 16, at, there); else copy_4(to + r * 4, at, there);
-                    }
-                    barrier_arrive_after_copies(full + 8 * stage);
-                    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-                }
-            }
+        } else if (A_COPIER && warp == 1) {
+            copy_scales<A_E8M0, BM, true>(args, sa_ring, full, empty, ci * BM, first_tile, clusters, k0, k1, lane);
+        } else if (W_COPIER && warp == 2) {
+            copy_scales<W_E8M0, BN, false>(args, sw_ring, full, empty, cj * BN, first_tile, clusters, k0, k1, lane);
         }
         __syncwarp();
         if (SK > 1) { cluster_meet(); cluster_sync(); }

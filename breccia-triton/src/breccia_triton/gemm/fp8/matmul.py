@@ -125,7 +125,7 @@ def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped
     m, n, k = a.rows, w.rows, a.k
     facts = (
         fp8_plans.rounded_rows(m), n, k, matrices, (a.kind, w.kind), (a.codec, w.codec), not a.pitch, not w.pitch,
-        dtype, bias, promote, grouped, a.device, a.copiers,
+        dtype, bias, promote, grouped, a.device, a.copiers, (a.e8m0, w.e8m0),
     )  # fmt: skip
     plan = _plans.get(facts)
     if plan is None:
@@ -139,8 +139,8 @@ def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped
     maps = [
         a.data_map(tile.rows // tile.share[1]),
         w.data_map(tile.columns // tile.share[0]),
-        a.scale_map(tile.rows) if variant.scales != OUTER and (a.pitch or not variant.copiers) else None,
-        w.scale_map(tile.columns) if variant.scales == BLOCKS and (w.pitch or not variant.copiers) else None,
+        a.scale_map(tile.rows) if variant.scales != OUTER and not variant.warps_copy[0] else None,
+        w.scale_map(tile.columns) if variant.scales == BLOCKS and not variant.warps_copy[1] else None,
         _output_map(dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else None,
     ]
     fields = None, None, "sa", "sw", "out"
@@ -172,9 +172,9 @@ class Fp8Operand:
     data, scale: addresses. scale_row, scale_matrix: from one row's scale to the next one's, and from one matrix's. pitch: of
     column-major scales, from one block of K to the next; 0 for plain ones.
 
-    copiers: warps read plain scales, not TMA. groups: tiles begin at any row. TMA reads column-major
-    scales only from every fourth row on (it raises an illegal instruction elsewhere: measured on an H200), so plain ones are
-    made of them.
+    e8m0: scales are E8M0 codes, which the kernel decodes. copiers: warps read plain FP32 scales, not TMA. groups: tiles begin
+    at any row. TMA reads column-major scales only from every fourth row on (it raises an illegal instruction elsewhere:
+    measured on an H200), so plain ones are made of them.
     """
 
     def __init__(self, st: ScaledTensor, transposed: bool, copies: list[Any], copiers: bool, groups: bool = False) -> None:
@@ -185,6 +185,7 @@ class Fp8Operand:
         self.kind, self.codec = kind_of(st.recipe, st.layout, st.axis)
         self.pitch = self.scale_row = self.scale_matrix = 0
         self.copiers, self.device = copiers, st.data.device
+        self.e8m0 = self.kind == "1x32" and st.scale.dtype != torch.float32
         self.scales = -(-self.k // STEP)  # of a row, with those that fill it up
         scale = self._tensor(st, data) if self.kind == "tensor" else self._blocks(st, transposed, groups)
         if self.matrices == 1:
@@ -216,10 +217,7 @@ class Fp8Operand:
             self.scale_matrix = -(-self.rows // STEP) * steps
             return scale.contiguous()
         if self.kind == "1x32":  # four of a step, zeros where K ends
-            numbers = scale
-            if scale.dtype != torch.float32:
-                numbers = _as_e8m0(scale).to(torch.float32, memory_format=torch.contiguous_format)
-            return self._plain(numbers, 4 * steps)
+            return self._plain(scale.view(torch.uint8) if self.e8m0 else scale, 4 * steps)
         if not groups and self._turned(scale):
             self.pitch = self.rows
             return scale
@@ -282,10 +280,6 @@ def _padded(x: Any, columns: int) -> Any:
     return _aligned(x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1])))
 
 
-def _as_e8m0(scale: Any) -> Any:
-    return scale if scale.dtype == torch.float8_e8m0fnu else scale.view(torch.float8_e8m0fnu)
-
-
 class Args(ctypes.Structure):
     """`Args` of the source."""
 
@@ -313,6 +307,7 @@ class LoadedKernel:
     def of(
         m: int, n: int, k: int, matrices: int, kinds: tuple[str, str], codecs: tuple[str, str], a_plain: bool, w_plain: bool,
         dtype: torch.dtype, bias: Any, promote: bool, grouped: bool, device: torch.device, copiers: bool,
+        e8m0: tuple[bool, bool],
     ) -> LoadedKernel:  # fmt: skip
         """The kernel for a product of these lengths, M as of `rounded_rows`. The output is contiguous, aligned to 16 bytes."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -321,7 +316,7 @@ class LoadedKernel:
         added = "none" if bias is None else _NAMES[bias]
         variant = GemmVariant(
             tile, SCALES[kinds], codecs, _NAMES[dtype], added, a_plain, w_plain, staged, n % 2 == 0, promote, grouped,
-            4 if kinds[0] == "1x32" else 1, copiers,
+            4 if kinds[0] == "1x32" else 1, copiers, e8m0=e8m0,
         )  # fmt: skip
         function = loaded(variant, device)
         down, along = -(-m // (tile.rows * tile.share[0])), -(-n // (tile.columns * tile.share[1]))

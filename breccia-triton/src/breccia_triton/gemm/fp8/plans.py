@@ -323,7 +323,7 @@ def short(tile: GemmTile, steps: int) -> GemmTile:
 
 @dataclass(frozen=True)
 class GemmVariant:
-    """Everything that `fp8_matmul.cu` is compiled for."""
+    """Everything that `fp8_matmul.cu` is compiled for. e8m0: whether scales of a and of b are E8M0 codes."""
 
     tile: GemmTile
     scales: int = OUTER
@@ -339,6 +339,13 @@ class GemmVariant:
     pieces: int = 1
     copiers: bool = False
     span: int = 1
+    e8m0: tuple[bool, bool] = (False, False)
+
+    @property
+    def warps_copy(self) -> tuple[bool, bool]:
+        """Whether warps copy the scales of a and of b, and not TMA."""
+        first = self.copiers and self.a_plain and self.scales != OUTER
+        return self.e8m0[0] or first, self.e8m0[1] or (self.copiers and self.w_plain and self.scales == BLOCKS)
 
     @property
     def element(self) -> int:
@@ -382,6 +389,7 @@ class GemmVariant:
             "W_PLAIN": int(self.w_plain), "OUT": KINDS[self.out], "BIAS": KINDS[self.bias], "STAGED": int(self.staged),
             "PAIRS": int(self.pairs), "GROUPED": int(self.grouped),
             "PIECES": self.pieces, "COPIERS": int(self.copiers), "ELEMENT": self.element, "SPAN": self.span,
+            "A_E8M0": int(self.e8m0[0]), "W_E8M0": int(self.e8m0[1]),
         }  # fmt: skip
 
 

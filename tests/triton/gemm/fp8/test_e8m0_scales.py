@@ -1,0 +1,87 @@
+"""E8M0 scales that warps of `fp8_matmul.cu` decode: on a GPU, and without one by the source on the host."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from host_kernels import Driver, Product
+
+import breccia
+from breccia.options import product_options
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from breccia_triton.gemm.fp8 import matmul as fp8_matmul  # noqa: E402
+from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+pytestmark = pytest.mark.gpu
+
+ONE = 0x38  # 1.0 in E4M3
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Let products run the kernel, of this machine's GPU or on the host."""
+    fp8_matmul.forget()
+    if not ON_GPU:
+        if shutil.which("g++") is None:
+            pytest.skip("no C++ compiler")
+        folder, seeds = tmp_path_factory.mktemp("kernels"), itertools.count()
+        monkeypatch.setattr(fp8_matmul, "loaded", lambda variant, device: Product(variant, folder, seed=next(seeds)))
+        monkeypatch.setattr(fp8_matmul, "driver", Driver)
+        properties = type("Properties", (), {"multi_processor_count": 132})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    yield
+    fp8_matmul.forget()
+
+
+def tensor(codes: Any, scales: Any) -> Any:
+    """An MXFP8 tensor with these bytes."""
+    recipe = breccia.recipe("mxfp8")
+    data = torch.from_numpy(codes).to(DEVICE).view(torch.float8_e4m3fn)
+    return breccia.from_buffer(data, torch.from_numpy(scales).to(DEVICE).view(torch.float8_e8m0fnu), recipe, recipe.layout)
+
+
+def with_every_scale(k: int) -> Any:
+    """(256, k): row r has a 1 in one block, under scale r, and zeros in the others, whose scale is 1."""
+    rows, blocks = np.arange(256), np.arange(256) % (k // 32)
+    codes, scales = np.zeros((256, k), np.uint8), np.full((256, k // 32), 127, np.uint8)
+    codes[rows, 32 * blocks + rows % 32], scales[rows, blocks] = ONE, rows
+    return tensor(codes, scales)
+
+
+@pytest.mark.parametrize("k", [256, 160, 288])  # rows of scales are whole words, or not
+@pytest.mark.parametrize("tile", [fp8_plans.TABLE[0], fp8_plans.TABLE[-1]], ids=lambda t: t.name)
+def test_every_scale_is_read(k: int, tile: Any, kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: tile)
+    scaled = with_every_scale(k)
+    for scale in (107, 147):  # below 1, so that no product overflows, and above
+        ones = tensor(np.full((48, k), ONE, np.uint8), np.full((48, k // 32), scale, np.uint8))
+        exact = np.ldexp(1.0, np.arange(255) - 127 + scale - 127)
+        exact = np.where(exact < 2.0**128, exact, np.inf)
+        keeps = exact >= 2.0**-126  # FP32 rounds others
+        for found in (fp8_matmul.matmul(scaled, ones.mT), fp8_matmul.matmul(ones, scaled.mT).T):
+            values = found.cpu().numpy()
+            assert (values[:255] == values[:255, :1]).all() and np.isnan(values[255]).all()
+            assert np.array_equal(values[:255, 0][keeps], exact[keeps].astype(np.float32))
+
+
+def test_groups_begin_at_any_row(kernel: None) -> None:
+    rng = np.random.default_rng(0)
+    rows, k, ends = 70, 160, torch.tensor([3, 3, 41, 64], dtype=torch.int32, device=DEVICE)
+    a = breccia.cast(torch.from_numpy(rng.standard_normal((rows, k)).astype(np.float32)).to(DEVICE), "mxfp8")
+    w = breccia.cast(torch.from_numpy(rng.standard_normal((4, 40, k)).astype(np.float32)).to(DEVICE), "mxfp8")
+    found = fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("float32"))
+    exact = torch.zeros(rows, 40, dtype=torch.float64, device=DEVICE)
+    for e, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        exact[start:end] = breccia.dequantize(a[start:end]).double() @ breccia.dequantize(w[e]).double().mT
+    # Sums of 160 terms in steps of an instruction, of numbers of size 1: far inside the contract's bound.
+    assert (found.double() - exact).norm() <= 4e-3 * exact.norm() and not found[64:].any()
