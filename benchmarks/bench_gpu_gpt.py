@@ -270,10 +270,28 @@ def timed(make: Callable[..., Training], data: Tensor, recipes: list[str], sampl
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def losses_of(result: Result, model: str, recipe: str) -> dict[int, dict[str, Any]]:
-    """The rows of runs by seed."""
-    rows = (row for row in result["rows"] if row["kind"] == "losses" and (row["model"], row["recipe"]) == (model, recipe))
-    return {row["seed"]: row for row in rows}
+class Runs(NamedTuple):
+    """Runs of all seeds."""
+
+    model: str
+    steps: int
+    recipe: str
+
+
+def runs_of(row: dict[str, Any]) -> Runs:
+    """What a row of losses is one of."""
+    return Runs(row["model"], row["steps"], row["recipe"])
+
+
+def losses_of(result: Result, runs: Runs) -> dict[int, dict[str, Any]]:
+    """The rows by seed."""
+    return {row["seed"]: row for row in result["rows"] if row["kind"] == "losses" and runs_of(row) == runs}
+
+
+def beside_bf16(result: Result, runs: Runs) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, BF16's) of each seed that both have."""
+    exact, rows = losses_of(result, runs._replace(recipe=BF16)), losses_of(result, runs)
+    return [(rows[seed], exact[seed]) for seed in sorted(rows) if seed in exact]
 
 
 def times_of(result: Result, model: str, recipe: str) -> dict[str, Any]:
@@ -288,10 +306,17 @@ def step_of(result: Result, model: str, recipe: str, measure: str) -> float | No
     return times[measure]["median_s"] if measure in times else None
 
 
-def gaps(result: Result, model: str, recipe: str) -> list[float]:
-    """How much higher than BF16's the held-out loss of each seed is, as a share of it."""
-    exact, rows = losses_of(result, model, BF16), losses_of(result, model, recipe)
-    return [rows[seed]["held_out"] / exact[seed]["held_out"] - 1 for seed in sorted(rows) if seed in exact]
+#: Losses of a row: on all held-out text at the end, the lowest on the way, and on the last 100 batches of training.
+LOSSES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "held-out": lambda row: row["held_out"],
+    "lowest": lambda row: min(loss for _, loss in row["curve"]),
+    "training": lambda row: statistics.mean(row["training"][-10:]),
+}
+
+
+def gaps(result: Result, runs: Runs, what: str = "held-out") -> list[float]:
+    """How much higher than BF16's a loss of each seed is, as a share of it. what: of `LOSSES`."""
+    return [LOSSES[what](row) / LOSSES[what](exact) - 1 for row, exact in beside_bf16(result, runs)]
 
 
 def error(values: list[float]) -> float:
@@ -309,17 +334,26 @@ def reached(curve: list[tuple[int, float]], loss: float) -> float | None:
     return None
 
 
-def steps_to_bf16(result: Result, model: str, recipe: str) -> list[float | None]:
+def steps_to_bf16(result: Result, runs: Runs) -> list[float | None]:
     """By seed, the steps to the last point of BF16's curve."""
-    exact, rows = losses_of(result, model, BF16), losses_of(result, model, recipe)
-    return [reached(rows[seed]["curve"], exact[seed]["curve"][-1][1]) for seed in sorted(rows) if seed in exact]
+    return [reached(row["curve"], exact["curve"][-1][1]) for row, exact in beside_bf16(result, runs)]
 
 
-def kinds(result: Result, kind: str) -> list[tuple[str, str]]:
-    """(model, recipe) of all rows of a kind, by model, controls last."""
-    every = {(row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == kind}
+def in_order(recipe: str) -> int:
+    """The place of a recipe in tables, controls last."""
     order = [BF16, *RECIPES, AGAIN, TF32]
-    return sorted(every, key=lambda of: (of[0], order.index(of[1]) if of[1] in order else len(order)))
+    return order.index(recipe) if recipe in order else len(order)
+
+
+def all_runs(result: Result) -> list[Runs]:
+    every = {runs_of(row) for row in result["rows"] if row["kind"] == "losses"}
+    return sorted(every, key=lambda runs: (runs.model, runs.steps, in_order(runs.recipe)))
+
+
+def all_times(result: Result) -> list[tuple[str, str]]:
+    """(model, recipe) of all times."""
+    every = {(row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == "times"}
+    return sorted(every, key=lambda of: (of[0], in_order(of[1])))
 
 
 def held_to(recipe: str) -> float:
@@ -332,20 +366,26 @@ def within(apart: list[float], recipe: str) -> bool:
 
 
 def losses(result: Result) -> Table:
-    def gap(of: tuple[str, str]) -> str:
-        apart = [100 * each for each in gaps(result, *of)]
-        if of[1] == BF16 or not apart:
+    def gap(runs: Runs) -> str:
+        apart = [100 * each for each in gaps(result, runs)]
+        if runs.recipe == BF16 or not apart:
             return ABSENT
         return f"{statistics.mean(apart):+.3f} ± {three(error(apart))} ({', '.join(f'{each:+.3f}' for each in apart)})"
 
-    def verdict(of: tuple[str, str]) -> str:
-        apart = gaps(result, *of)
-        if of[1] not in RECIPES or not apart:
+    def others(runs: Runs) -> str:
+        if runs.recipe == BF16 or not gaps(result, runs):
             return ABSENT
-        return f"{100 * held_to(of[1]):g}: {'yes' if within(apart, of[1]) else '**no**'}"
+        return "; ".join(f"{100 * statistics.mean(gaps(result, runs, what)):+.2f}" for what in ("lowest", "training"))
 
-    def until(of: tuple[str, str], measure: str | None) -> str:
-        steps, each = steps_to_bf16(result, *of), 1.0 if measure is None else step_of(result, *of, measure)
+    def verdict(runs: Runs) -> str:
+        apart = gaps(result, runs)
+        if runs.recipe not in RECIPES or not apart:
+            return ABSENT
+        return f"{100 * held_to(runs.recipe):g}: {'yes' if within(apart, runs.recipe) else '**no**'}"
+
+    def until(runs: Runs, measure: str | None) -> str:
+        each = 1.0 if measure is None else step_of(result, runs.model, runs.recipe, measure)
+        steps = steps_to_bf16(result, runs)
         found = [n for n in steps if n is not None]
         if not found or each is None:
             return ABSENT
@@ -353,26 +393,29 @@ def losses(result: Result) -> Table:
         return f"{three(each * statistics.mean(found))}{missed}"
 
     columns: dict[str, Any] = {
-        "layers × width": lambda of: of[0].replace("x", "×"),
-        "recipe": lambda of: of[1],
-        "seeds": lambda of: len(losses_of(result, *of)),
-        "held-out loss": lambda of: f"{statistics.mean(row['held_out'] for row in losses_of(result, *of).values()):.4f}",
+        "layers × width": lambda runs: runs.model.replace("x", "×"),
+        "steps": lambda runs: f"{runs.steps:,}",
+        "recipe": lambda runs: runs.recipe,
+        "seeds": lambda runs: len(losses_of(result, runs)),
+        "held-out loss": lambda runs: f"{statistics.mean(row['held_out'] for row in losses_of(result, runs).values()):.4f}",
         "minus BF16, % ± standard error (by seed)": gap,
         "held to, %": verdict,
-        "steps to BF16's last loss": lambda of: until(of, None),
-        "seconds, compiled": lambda of: until(of, "time"),
-        "seconds, in a CUDA graph": lambda of: until(of, "graph"),
+        "lowest; training, minus BF16, %": others,
+        "steps to BF16's last loss": lambda runs: until(runs, None),
+        "seconds, compiled": lambda runs: until(runs, "time"),
+        "seconds, in a CUDA graph": lambda runs: until(runs, "graph"),
     }
     options = result["options"]
     note = (
-        f"{options['text']}, as characters; {options['steps']:,} steps of {options['batch']} × {options['context']} "
-        "characters. Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
+        f"{options['text']}, as characters, {options['batch']} × {options['context']} in a step. "
+        "Runs of a seed have the same first weights and batches; all linear layers of the blocks are converted. "
         "Held-out losses are of the first tenth of the text. A loss above BF16's is held to the limit, or to "
-        f"{ERRORS} standard errors of the mean of the pairs. Seconds are steps times the time of a step in the next table; "
+        f"{ERRORS} standard errors of the mean of the pairs. Lowest: of the held-out losses on the way. Training: of the last "
+        "100 batches. Seconds are steps times the time of a step in the next table; "
         f"losses on the way are those of {BATCHES} batches."
     )
-    shown = kinds(result, "losses")
-    there = {recipe for _, recipe in shown}
+    shown = all_runs(result)
+    there = {runs.recipe for runs in shown}
     note = " ".join([note, *(f"{recipe}: {what}." for recipe, what in ABOUT.items() if recipe in there)])
     return table("losses of GPTs in training", columns, shown, note)
 
@@ -408,20 +451,19 @@ def times(result: Result) -> Table:
         f"the rest under BF16 autocast; medians, interleaved. Blocks are compiled. Above 1 is faster (goal {GOAL:g}). "
         "Peak: all memory of the compiled model, its optimizer and a step."
     )
-    return table("steps of GPTs in training", columns, kinds(result, "times"), " ".join([note, *errors]))
+    return table("steps of GPTs in training", columns, all_times(result), " ".join([note, *errors]))
 
 
 def curves(tag: str, result: Result, _: Any) -> Plot:
-    """Held-out losses, means of the seeds, against steps and against seconds, of the first model that has both."""
-    models = dict.fromkeys(model for model, _ in kinds(result, "losses"))
-    model = next(iter(models), "")
+    """Held-out losses, means of the seeds, against steps and against seconds, of the first model and number of steps."""
+    every = all_runs(result)
     lines: dict[str, Any] = {}
-    for _, recipe in (of for of in kinds(result, "losses") if of[0] == model and of[1] in (BF16, *PRESETS)):
-        found = [row["curve"] for row in losses_of(result, model, recipe).values()]
+    for runs in (each for each in every if each[:2] == every[0][:2] and each.recipe in (BF16, *PRESETS)):
+        found = [row["curve"] for row in losses_of(result, runs).values()]
         steps = [step for step, _ in found[0]]
         means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in found), strict=True)]
-        each = step_of(result, model, recipe, "graph") or step_of(result, model, recipe, "time")
-        lines[recipe] = {"steps": steps, "losses": means, "seconds": each}
+        each = step_of(result, runs.model, runs.recipe, "graph") or step_of(result, runs.model, runs.recipe, "time")
+        lines[runs.recipe] = {"steps": steps, "losses": means, "seconds": each}
     return Plot(f"gpt-{tag}.svg", "Held-out loss of a GPT in training", lines, drawn)
 
 
@@ -448,7 +490,7 @@ def drawn(lines: dict[str, Any]) -> Any:
 BENCHMARK = Benchmark(
     "gpu-gpt",
     {"gpu-gpt": losses, "gpu-gpt-times": times},
-    key=("kind", "model", "recipe", "seed"),
+    key=("kind", "model", "recipe", "seed", "steps"),
     plots={"gpu-gpt-plot": curves},
 )
 
@@ -478,9 +520,9 @@ def gpt(
     source, letters = example_.text()
     data, characters = example_.encoded(letters)
     data = data.to(device)
-    options = {"text": source, "steps": steps, "batch": batch, "context": context, "compiled": compiled, "device": device}
+    options = {"text": source, "batch": batch, "context": context, "compiled": compiled, "device": device}
     earlier = read(resume) if resume is not None and resume.exists() else None
-    kept = {name_of(row) for row in earlier["rows"]} if earlier else set[str]()
+    kept = {name_of(row) for row in earlier["rows"] if row.get("steps") in (None, steps)} if earlier else set[str]()
     run, rows, left = where(device), list[dict[str, Any]](), 0
 
     def made() -> Result:
@@ -503,7 +545,7 @@ def gpt(
                 rows += [{"kind": "times", "model": model} | row for row in timed(make, data, chosen, samples, device)]
             else:
                 row = trained(make, data, recipe, int(seed), steps, graph=device == "cuda")
-                rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed)} | row)
+                rows.append({"kind": "losses", "model": model, "recipe": recipe, "seed": int(seed), "steps": steps} | row)
             print(name, f"{time.monotonic() - begun:.0f} s", rows[-1].get("held_out", ""), file=sys.stderr, flush=True)
             yield made()
     if not rows:

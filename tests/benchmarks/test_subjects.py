@@ -163,15 +163,19 @@ def test_benchmarks_that_run_nowhere_but_on_a_gpu_are_few() -> None:
 def test_runs_of_a_gpt_are_compared_in_pairs_of_a_seed() -> None:
     def run(recipe: str, seed: int, held_out: float, *losses: float) -> dict[str, Any]:
         curve = [[10 * (n + 1), loss] for n, loss in enumerate(losses)]
-        return {"kind": "losses", "model": "m", "recipe": recipe, "seed": seed, "held_out": held_out, "curve": curve}
+        row = {"kind": "losses", "model": "m", "recipe": recipe, "seed": seed, "steps": 20, "held_out": held_out}
+        return {**row, "curve": curve, "training": [9.0, *[held_out / 2] * 10]}
 
     rows = [run("BF16", 0, 2.0, 3, 2), run("BF16", 1, 4.0, 5, 4), run("nvfp4", 1, 4.2, 6, 3), run("nvfp4", 0, 2.02, 3, 2.5)]
     rows.append({"kind": "times", "model": "m", "recipe": "nvfp4", "time": {"median_s": 0.5}})
+    rows += [{**run(recipe, 0, 1.0, 1, 1), "steps": 30} for recipe in ("BF16", "nvfp4")]  # are not compared with the others
     result: Any = {"rows": rows}
-    assert bench_gpu_gpt.gaps(result, "m", "nvfp4") == pytest.approx([0.01, 0.05])
+    nvfp4, exact = (bench_gpu_gpt.Runs("m", 20, recipe) for recipe in ("nvfp4", "BF16"))
+    assert bench_gpu_gpt.gaps(result, nvfp4) == bench_gpu_gpt.gaps(result, nvfp4, "training") == pytest.approx([0.01, 0.05])
+    assert bench_gpu_gpt.gaps(result, nvfp4, "lowest") == pytest.approx([0.25, -0.25])
     # A line from 6 at step 10 to 3 at step 20 is at 4 after two thirds of the way; seed 0 never falls to 2.
-    assert bench_gpu_gpt.steps_to_bf16(result, "m", "nvfp4") == [None, pytest.approx(10 + 20 / 3)]
-    assert bench_gpu_gpt.steps_to_bf16(result, "m", "BF16") == [20, 20]
+    assert bench_gpu_gpt.steps_to_bf16(result, nvfp4) == [None, pytest.approx(10 + 20 / 3)]
+    assert bench_gpu_gpt.steps_to_bf16(result, exact) == [20, 20]
     assert (
         bench_gpu_gpt.step_of(result, "m", "nvfp4", "time") == 0.5
         and bench_gpu_gpt.step_of(result, "m", "BF16", "time") is None
