@@ -1,4 +1,4 @@
-"""E8M0 scales that warps of `fp8_matmul.cu` decode: on a GPU, and without one by the source on the host."""
+"""What `fp8_matmul.cu` reads at each step along K: on a GPU, and without one by the source on the host."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = pytest.mark.gpu
 
 ONE = 0x38  # 1.0 in E4M3
+#: Of the norm of a product of random numbers: far inside the contract's bound, and no wrong scale or step is so near.
+FAR_INSIDE = 4e-3
 
 
 @pytest.fixture
@@ -48,6 +50,13 @@ def tensor(codes: Any, scales: Any) -> Any:
     recipe = breccia.recipe("mxfp8")
     data = torch.from_numpy(codes).to(DEVICE).view(torch.float8_e4m3fn)
     return breccia.from_buffer(data, torch.from_numpy(scales).to(DEVICE).view(torch.float8_e8m0fnu), recipe, recipe.layout)
+
+
+def drawn(*shape: int) -> Any:
+    """Numbers whose blocks differ in size."""
+    rng = np.random.default_rng(sum(shape))
+    blocks = np.repeat(np.exp2(rng.integers(-4, 4, (*shape[:-1], shape[-1] // 32))), 32, -1)
+    return torch.from_numpy((rng.standard_normal(shape) * blocks).astype(np.float32)).to(DEVICE)
 
 
 def with_every_scale(k: int) -> Any:
@@ -74,14 +83,27 @@ def test_every_scale_is_read(k: int, tile: Any, kernel: None, monkeypatch: pytes
             assert np.array_equal(values[:255, 0][keeps], exact[keeps].astype(np.float32))
 
 
+@pytest.mark.parametrize("copiers", [False, True])
+@pytest.mark.parametrize("scales", ["tiles", "blocks", "mx"])
+@pytest.mark.parametrize("tile", fp8_plans.TABLE[-2:], ids=lambda t: t.name)
+def test_scales_of_each_step_are_read(
+    tile: Any, scales: str, copiers: bool, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: tile)
+    monkeypatch.setattr(fp8_plans, "copiers", lambda *of: copiers)
+    pair = {"tiles": ("fp8_block", "fp8_block,block_m=128"), "blocks": ("fp8_block", "fp8_block"), "mx": ("mxfp8", "mxfp8")}
+    for m, n, k in ((3, 520, 1152), (70, 264, 640), (5, 584, 1024)):  # scales of steps lie four together, or not
+        a, w = (breccia.cast(drawn(rows, k), spec) for rows, spec in zip((m, n), pair[scales], strict=True))
+        exact = breccia.dequantize(a).double() @ breccia.dequantize(w).double().mT
+        found = fp8_matmul.matmul(a, w.mT).double()
+        assert (found - exact).norm() <= FAR_INSIDE * exact.norm()
+
+
 def test_groups_begin_at_any_row(kernel: None) -> None:
-    rng = np.random.default_rng(0)
     rows, k, ends = 70, 160, torch.tensor([3, 3, 41, 64], dtype=torch.int32, device=DEVICE)
-    a = breccia.cast(torch.from_numpy(rng.standard_normal((rows, k)).astype(np.float32)).to(DEVICE), "mxfp8")
-    w = breccia.cast(torch.from_numpy(rng.standard_normal((4, 40, k)).astype(np.float32)).to(DEVICE), "mxfp8")
+    a, w = breccia.cast(drawn(rows, k), "mxfp8"), breccia.cast(drawn(4, 40, k), "mxfp8")
     found = fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("float32"))
     exact = torch.zeros(rows, 40, dtype=torch.float64, device=DEVICE)
     for e, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         exact[start:end] = breccia.dequantize(a[start:end]).double() @ breccia.dequantize(w[e]).double().mT
-    # Sums of 160 terms in steps of an instruction, of numbers of size 1: far inside the contract's bound.
-    assert (found.double() - exact).norm() <= 4e-3 * exact.norm() and not found[64:].any()
+    assert (found.double() - exact).norm() <= FAR_INSIDE * exact.norm() and not found[64:].any()
