@@ -113,6 +113,9 @@ CASES = {
     ),
     "scales of blocks are copied": Case(pair(BLOCK, BLOCK, 640), ("scales of a", "scales of b", "sa", "sw")),
     "MX": Case(pair(MX, MX), bias=bias, out=zeros),
+    "scales of MX at 4 bytes": Case(
+        lambda seed: (operand((301, 640), MX, seed)[1:], operand((265, 640), MX, seed + 20)[1:].mT), bias=bias, out=zeros
+    ),
     "scales of MX are copied": Case(pair(MX, MX, 272), ("sa", "sw"), bias=bias, out=zeros),
     "scales of blocks of 32 are copied": Case(pair(SHORT, SHORT, 272), ("scales of a", "scales of b", "sa", "sw"), out=zeros),
     "codes of b are copied": Case(

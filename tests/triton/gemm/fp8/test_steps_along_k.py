@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host_kernels import Driver, Product
+from marks import long_but
 
 import breccia
 from breccia.options import product_options
@@ -22,7 +23,7 @@ from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 ONE = 0x38  # 1.0 in E4M3
 #: Of the norm of a product of random numbers: far inside the contract's bound, and no wrong scale or step is so near.
@@ -67,7 +68,7 @@ def with_every_scale(k: int) -> Any:
     return tensor(codes, scales)
 
 
-@pytest.mark.parametrize("k", [256, 160, 288])  # rows of scales are whole words, or not
+@pytest.mark.parametrize("k", long_but([256], [256, 160, 288]))  # rows of scales are whole words, or not
 @pytest.mark.parametrize("tile", [fp8_plans.TABLE[0], fp8_plans.TABLE[-1]], ids=lambda t: t.name)
 def test_every_scale_is_read(k: int, tile: Any, kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: tile)
@@ -83,8 +84,8 @@ def test_every_scale_is_read(k: int, tile: Any, kernel: None, monkeypatch: pytes
             assert np.array_equal(values[:255, 0][keeps], exact[keeps].astype(np.float32))
 
 
-@pytest.mark.parametrize("copiers", [False, True])
-@pytest.mark.parametrize("scales", ["tiles", "blocks", "mx"])
+@pytest.mark.parametrize("copiers", long_but([False], [False, True]))
+@pytest.mark.parametrize("scales", long_but(["blocks"], ["tiles", "blocks", "mx"]))
 @pytest.mark.parametrize("tile", fp8_plans.TABLE[-2:], ids=lambda t: t.name)
 def test_scales_of_each_step_are_read(
     tile: Any, scales: str, copiers: bool, kernel: None, monkeypatch: pytest.MonkeyPatch

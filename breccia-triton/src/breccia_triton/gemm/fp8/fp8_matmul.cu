@@ -269,7 +269,7 @@ __device__ __forceinline__ void copy_scales(const Args& args, u32 ring, u32 full
                     for (int i = 0; i < EACH; i++) {
                         const int r = some + 32 * i + lane;
                         const bool there = r < COUNT && row + r < limit;
-                        codes[i] = there ? __ldg((const u32*)(from + (long long)(row + r) * pitch) + k) : 0;
+                        codes[i] = there ? *((const u32*)(from + (long long)(row + r) * pitch) + k) : 0;
                     }
                     if (some == 0) barrier_wait(empty + 8 * stage, phase);
 #pragma unroll

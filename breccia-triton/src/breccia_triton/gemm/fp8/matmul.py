@@ -239,8 +239,8 @@ class Fp8Operand:
         """Scales (rows, columns), zeros in columns that they do not have."""
         self.scales = self.scale_row = columns
         self.scale_matrix = self.rows * columns
-        one_by_one = self.copiers and self.kind != "1x32"  # else 16 bytes at a time
-        return scale.contiguous() if one_by_one else _padded(scale, columns)
+        by_warps = self.e8m0 or (self.copiers and self.kind != "1x32")  # words of a number, or of four codes
+        return _padded(scale, columns, 4 if by_warps else ALIGNED)
 
     def merged(self) -> bool:
         """Whether all matrices can be one with more rows."""
@@ -265,9 +265,9 @@ class Fp8Operand:
         return MovableMap(driver(), "float32", shape, strides, part)
 
 
-def _aligned(x: Any) -> Any:
-    """A tensor in C order whose address TMA takes."""
-    return x if x.is_contiguous() and x.data_ptr() % ALIGNED == 0 else _copied(x)
+def _aligned(x: Any, to: int = ALIGNED) -> Any:
+    """A tensor in C order whose address is a multiple of so many bytes, by default of those that TMA takes."""
+    return x if x.is_contiguous() and x.data_ptr() % to == 0 else _copied(x)
 
 
 def _copied(x: Any) -> Any:
@@ -275,9 +275,9 @@ def _copied(x: Any) -> Any:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _padded(x: Any, columns: int) -> Any:
-    """A tensor in C order with so many columns, zeros beyond its own."""
-    return _aligned(x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1])))
+def _padded(x: Any, columns: int, alignment: int) -> Any:
+    """A tensor in C order with so many columns, zeros beyond its own, at a multiple of so many bytes."""
+    return _aligned(x if x.shape[-1] == columns else torch.nn.functional.pad(x, (0, columns - x.shape[-1])), alignment)
 
 
 class Args(ctypes.Structure):
