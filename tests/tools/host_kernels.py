@@ -180,7 +180,7 @@ def product_text(changes: Iterable[tuple[str, str]] = ()) -> str:
     assert shared in rest
     rest = rest.replace(shared, "u8* const smem = fiber->block->memory;")
     instructions = (HERE / "fp8_matmul_host.cpp").read_text(encoding="utf-8")
-    return '#include "host_fibers.hpp"\n' + re.sub(r"#include .*", "", head) + instructions + rest + _PRODUCT
+    return '#include "host_fibers.hpp"\n' + re.sub(r'#include "(ptx|wgmma).*', "", head) + instructions + rest + _PRODUCT
 
 
 @functools.cache

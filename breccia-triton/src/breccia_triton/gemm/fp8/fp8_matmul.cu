@@ -30,6 +30,7 @@
 //   STAGED, PAIRS    the output leaves through shared memory and TMA; or else two columns at once
 //   GROUPED          rows of A are in groups, each with its own matrix of W
 #include "ptx.cuh"
+#include "numbers.cuh"
 #include "wgmma.cuh"  // multiply(float* d, u64 a, u64 w, int add): d[64,BN] (+)= A[64,32] W[BN,32]^T, by one warpgroup
 
 #define OUTER 0
@@ -213,7 +214,7 @@ template <int I, class F> __device__ __forceinline__ void with_offset(int offset
 
 __device__ __forceinline__ float bias_at(const void* bias, int column) {
     if constexpr (BIAS == F32) return __ldg((const float*)bias + column);
-    if constexpr (BIAS == BF16) return __uint_as_float((u32)__ldg((const u16*)bias + column) << 16);
+    if constexpr (BIAS == BF16) return of_bf16(__ldg((const u16*)bias + column));
     if constexpr (BIAS == F16) return of_f16(__ldg((const u16*)bias + column));
     return 0.f;
 }
@@ -239,11 +240,6 @@ __device__ __forceinline__ void store(const Args& args, long long at, int column
 }
 
 // ------------------------------------------------------------------------------------------------ scales by warps
-
-// 2^(code - 127), which is subnormal for code 0; 255 is NaN.
-__device__ __forceinline__ float of_e8m0(u32 code) {
-    return __uint_as_float(code == 0 ? 0x400000u : code == 255 ? 0x7fffffffu : code << 23);
-}
 
 // What one warp does: copy the scales of COUNT rows of A, or of W, to each stage. Beyond the last row they are any finite numbers.
 // first: the block's first row in a tile of its cluster.

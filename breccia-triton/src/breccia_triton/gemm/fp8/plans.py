@@ -344,8 +344,8 @@ class GemmVariant:
     @property
     def warps_copy(self) -> tuple[bool, bool]:
         """Whether warps copy the scales of a and of b, and not TMA."""
-        first = self.copiers and self.a_plain and self.scales != OUTER
-        return self.e8m0[0] or first, self.e8m0[1] or (self.copiers and self.w_plain and self.scales == BLOCKS)
+        a = self.e8m0[0] or (self.copiers and self.a_plain and self.scales != OUTER)
+        return a, self.e8m0[1] or (self.copiers and self.w_plain and self.scales == BLOCKS)
 
     @property
     def element(self) -> int:

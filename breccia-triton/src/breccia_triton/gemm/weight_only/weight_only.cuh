@@ -13,6 +13,7 @@
 //         OUT (of y) and BIAS: 0 bf16, 1 fp16, 2 fp32; BIAS 3: none.   GROUPED 1: rows of x are in groups, each with a matrix w of its own.
 #pragma once
 #include "ptx.cuh"
+#include "numbers.cuh"
 
 #define INT4 0
 #define UINT4 1
@@ -79,9 +80,7 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn." 
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float of_bf16(u32 h) { return __uint_as_float(h << 16); }
 __device__ __forceinline__ float of_f16(u32 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h)); return f; }
-__device__ __forceinline__ float of_e8m0(u32 b) { return __uint_as_float(b == 0 ? 0x00400000u : b == 255 ? 0x7fc00000u : b << 23); }
 __device__ __forceinline__ float of_e4m3(u32 b) {
     const u32 m = b & 127;
     const float f = m == 127 ? __uint_as_float(0x7fc00000u) : m < 8 ? (float)m * 0x1p-9f : __uint_as_float((m << 20) + (120u << 23));
