@@ -339,21 +339,22 @@ def steps_to_bf16(result: Result, runs: Runs) -> list[float | None]:
     return [reached(row["curve"], exact["curve"][-1][1]) for row, exact in beside_bf16(result, runs)]
 
 
-def in_order(recipe: str) -> int:
+def place_of(recipe: str) -> int:
     """The place of a recipe in tables, controls last."""
     order = [BF16, *RECIPES, AGAIN, TF32]
     return order.index(recipe) if recipe in order else len(order)
 
 
 def all_runs(result: Result) -> list[Runs]:
+    """Of all losses, by model and number of steps."""
     every = {runs_of(row) for row in result["rows"] if row["kind"] == "losses"}
-    return sorted(every, key=lambda runs: (runs.model, runs.steps, in_order(runs.recipe)))
+    return sorted(every, key=lambda runs: (runs.model, runs.steps, place_of(runs.recipe)))
 
 
 def all_times(result: Result) -> list[tuple[str, str]]:
     """(model, recipe) of all times."""
     every = {(row["model"], row["recipe"]) for row in result["rows"] if row["kind"] == "times"}
-    return sorted(every, key=lambda of: (of[0], in_order(of[1])))
+    return sorted(every, key=lambda of: (of[0], place_of(of[1])))
 
 
 def held_to(recipe: str) -> float:
@@ -415,8 +416,8 @@ def losses(result: Result) -> Table:
         f"losses on the way are those of {BATCHES} batches."
     )
     shown = all_runs(result)
-    there = {runs.recipe for runs in shown}
-    note = " ".join([note, *(f"{recipe}: {what}." for recipe, what in ABOUT.items() if recipe in there)])
+    recipes = {runs.recipe for runs in shown}
+    note = " ".join([note, *(f"{recipe}: {what}." for recipe, what in ABOUT.items() if recipe in recipes)])
     return table("losses of GPTs in training", columns, shown, note)
 
 
@@ -459,9 +460,9 @@ def curves(tag: str, result: Result, _: Any) -> Plot:
     every = all_runs(result)
     lines: dict[str, Any] = {}
     for runs in (each for each in every if each[:2] == every[0][:2] and each.recipe in (BF16, *PRESETS)):
-        found = [row["curve"] for row in losses_of(result, runs).values()]
-        steps = [step for step, _ in found[0]]
-        means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in found), strict=True)]
+        of_seeds = [row["curve"] for row in losses_of(result, runs).values()]
+        steps = [step for step, _ in of_seeds[0]]
+        means = [statistics.mean(points) for points in zip(*([loss for _, loss in curve] for curve in of_seeds), strict=True)]
         each = step_of(result, runs.model, runs.recipe, "graph") or step_of(result, runs.model, runs.recipe, "time")
         lines[runs.recipe] = {"steps": steps, "losses": means, "seconds": each}
     return Plot(f"gpt-{tag}.svg", "Held-out loss of a GPT in training", lines, drawn)
@@ -522,7 +523,7 @@ def gpt(
     data = data.to(device)
     options = {"text": source, "batch": batch, "context": context, "compiled": compiled, "device": device}
     earlier = read(resume) if resume is not None and resume.exists() else None
-    kept = {name_of(row) for row in earlier["rows"] if row.get("steps") in (None, steps)} if earlier else set[str]()
+    earlier_runs = {name_of(row) for row in earlier["rows"] if row.get("steps") in (None, steps)} if earlier else set[str]()
     run, rows, left = where(device), list[dict[str, Any]](), 0
 
     def made() -> Result:
@@ -534,7 +535,7 @@ def gpt(
         make = partial(Training, example_, size, characters, device=device, compiled=compiled)
         names = [f"{model}/times", *(f"{model}/{recipe}/{seed}" for recipe in [*chosen, *controls] for seed in range(seeds))]
         for name in names:
-            if name in kept or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
+            if name in earlier_runs or not any(fnmatchcase(name, pattern) for pattern in only or ["*"]):
                 continue
             if time.monotonic() > until:
                 left += 1

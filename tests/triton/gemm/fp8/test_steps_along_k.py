@@ -78,8 +78,8 @@ def test_every_scale_is_read(k: int, tile: Any, kernel: None, monkeypatch: pytes
         exact = np.ldexp(1.0, np.arange(255) - 127 + scale - 127)
         exact = np.where(exact < 2.0**128, exact, np.inf)
         keeps = exact >= 2.0**-126  # FP32 rounds others
-        for found in (fp8_matmul.matmul(scaled, ones.mT), fp8_matmul.matmul(ones, scaled.mT).T):
-            values = found.cpu().numpy()
+        for product in (fp8_matmul.matmul(scaled, ones.mT), fp8_matmul.matmul(ones, scaled.mT).T):
+            values = product.cpu().numpy()
             assert (values[:255] == values[:255, :1]).all() and np.isnan(values[255]).all()
             assert np.array_equal(values[:255, 0][keeps], exact[keeps].astype(np.float32))
 
@@ -96,15 +96,15 @@ def test_scales_of_each_step_are_read(
     for m, n, k in ((3, 520, 1152), (70, 264, 640), (5, 584, 1024)):  # scales of steps lie four together, or not
         a, w = (breccia.cast(drawn(rows, k), spec) for rows, spec in zip((m, n), pair[scales], strict=True))
         exact = breccia.dequantize(a).double() @ breccia.dequantize(w).double().mT
-        found = fp8_matmul.matmul(a, w.mT).double()
-        assert (found - exact).norm() <= FAR_INSIDE * exact.norm()
+        product = fp8_matmul.matmul(a, w.mT).double()
+        assert (product - exact).norm() <= FAR_INSIDE * exact.norm()
 
 
 def test_groups_begin_at_any_row(kernel: None) -> None:
     rows, k, ends = 70, 160, torch.tensor([3, 3, 41, 64], dtype=torch.int32, device=DEVICE)
     a, w = breccia.cast(drawn(rows, k), "mxfp8"), breccia.cast(drawn(4, 40, k), "mxfp8")
-    found = fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("float32"))
+    product = fp8_matmul.grouped_matmul(a, w.mT, ends, product_options("float32"))
     exact = torch.zeros(rows, 40, dtype=torch.float64, device=DEVICE)
     for e, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         exact[start:end] = breccia.dequantize(a[start:end]).double() @ breccia.dequantize(w[e]).double().mT
-    assert (found.double() - exact).norm() <= FAR_INSIDE * exact.norm() and not found[64:].any()
+    assert (product.double() - exact).norm() <= FAR_INSIDE * exact.norm() and not product[64:].any()
