@@ -19,6 +19,8 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime import cache
 
+from breccia.internal import reentrant
+
 from ..facts import INTERPRETED
 from .cache import Remembered
 from .generated import defined
@@ -82,7 +84,8 @@ class Launcher:
         compiled = _modules.get(place)
         if compiled is None:
             compiled = _modules.keep(place, copy(self.compiled))  # loaded on one device
-        launcher = compiled.run  # loads the module
+        with _turn:
+            launcher = compiled.run  # loads the module, and sets itself before the function's handle
         handle, metadata = compiled.function, compiled.packed_metadata
         hooks = (metadata, None, None, None)
         scratch = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -110,3 +113,5 @@ def _wave() -> int:
 #: Compiled kernels, by all that they are compiled for, and those that are loaded, by that and the device. A call with other
 #: lengths alone takes the same one: Triton would look for it on disk, which takes milliseconds.
 _compiled, _modules = Remembered(), Remembered()
+#: Threads load modules one at a time.
+_turn = reentrant()
