@@ -14,7 +14,8 @@ from breccia_triton.gemm.fp8.matmul import Args
 from breccia_triton.launch import driver
 from breccia_triton.launch.driver import TensorMap
 
-#: The tensor maps of a launch, in the order of the kernel's arguments, and its addresses (`Args`).
+#: The tensor maps of a launch, in the order of the kernel's arguments, and its addresses (`Args`). Between the first two is the
+#: map of the rows where a ends.
 MAPS = ("codes of a", "codes of b", "scales of a", "scales of b", "output")
 ADDRESSES = ("sa", "sw", "bias", "offsets", "out")
 
@@ -25,8 +26,8 @@ class StandIn:
     opaque: two words of a tensor map change with the address, so that maps have to be made anew for each call.
 
     described: how many maps were made. maps: those of the last launch, as it found them: [dtype, axes, address, lengths, bytes
-    from one to the next, box, ...]. launched: (blocks, the arguments) of each. places, read: each address that the last launch
-    was passed, and the memory there. variants: the kernels that were loaded.
+    from one to the next, box, ...]. end: that of the rows where a ends, or empty. launched: (blocks, the arguments) of each.
+    places, read: each address that the last launch was passed, and the memory there. variants: the kernels that were loaded.
 
     planted: one of `MAPS` or `ADDRESSES`. Launches after the first find the memory of the first one there.
     """
@@ -35,6 +36,7 @@ class StandIn:
         self.opaque, self.planted = opaque, ""
         self.described = 0
         self.maps: list[list[Any]] = []
+        self.end: list[Any] = []
         self.launched: list[tuple[int, Any]] = []
         self.variants: list[fp8_plans.GemmVariant] = []
         self.places: dict[str, int] = {}
@@ -51,9 +53,11 @@ class StandIn:
         return 0
 
     def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:
-        maps = {name: TensorMap.from_address(arguments[i]) for i, name in enumerate(MAPS)}
+        first, end, *rest = (TensorMap.from_address(arguments[i]) for i in range(1 + len(MAPS)))
+        assert not end.words[1] or end.words[0] == first.words[0]
+        maps = dict(zip(MAPS, (first, *rest), strict=True))
         found = {name: each for name, each in maps.items() if each.words[1]}
-        args = Args.from_buffer_copy(Args.from_address(arguments[len(MAPS)]))
+        args = Args.from_buffer_copy(Args.from_address(arguments[1 + len(MAPS)]))
         if self.planted and self._first:
             address = ctypes.addressof(self._first[self.planted])
             if self.planted in found:
@@ -61,6 +65,7 @@ class StandIn:
             else:
                 setattr(args, self.planted, address)
         self.maps = [self._map(each) for each in found.values()]
+        self.end = self._map(end) if end.words[1] else []
         self.launched.append((config._obj.grid_x, args))
         places = {name: self._extent(each) for name, each in zip(found, self.maps, strict=True)}
         places |= self._addresses(args, self.variants[function.value - 1])

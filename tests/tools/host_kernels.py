@@ -160,7 +160,7 @@ def _launch(slots: Any, run: Callable[[], Any]) -> Any:
 _PRODUCT = """
 extern "C" int run(const TensorMap* maps, const Args* args, int count, u32 shared, int seed) {
     gridDim.x = count; state = (u64)seed;
-    entry = [=] { fp8_matmul(maps[0], maps[1], maps[2], maps[3], maps[4], *args); };
+    entry = [=] { fp8_matmul(maps[0], maps[1], maps[2], maps[3], maps[4], maps[5], *args); };
     for (int i = 0; i < count; i += CLUSTER) if (!run_cluster({i, 0}, CLUSTER, NWG * 128 + 128, shared)) return 1;
     return 0;
 }
@@ -201,8 +201,8 @@ class Product:
 
     def prepare(self, grid: Any, threads: int, values: Any, slots: Any, *rest: Any) -> Any:
         *maps, args = values
-        assert threads == self.variant.tile.threads and len(maps) == 5
-        room = (ctypes.c_uint8 * (64 + 5 * 128))()
+        assert threads == self.variant.tile.threads and len(maps) == 6
+        room = (ctypes.c_uint8 * (64 + 6 * 128))()
         start = -ctypes.addressof(room) % 64
         place = ctypes.c_void_p(ctypes.addressof(room) + start)
 

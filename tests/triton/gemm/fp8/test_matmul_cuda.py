@@ -42,6 +42,7 @@ from breccia_triton.tuning import measurements  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
+CURRENT = breccia.Float8CurrentScaling()
 MX = breccia.MXFP8BlockScaling()
 #: Recipes of a and b: every pair of kinds of scales that the kernel has.
 PAIRS = {
@@ -485,13 +486,35 @@ def test_a_repeated_call_prepares_nothing(opaque: bool, monkeypatch: pytest.Monk
     for _ in range(3):
         fp8_matmul.matmul(a, w.mT, product_options("bfloat16", out=out))
     assert len(stand_in.variants) == 1 and len(stand_in.launched) == 3
-    assert stand_in.described == (12 if opaque else 4)
+    assert stand_in.described == (15 if opaque else 5)
     prepared = list(fp8_matmul._calls.values())
     x, y, to = cpu((300, 512), BLOCK), cpu((264, 512), TILES), torch.empty(300, 264, dtype=torch.bfloat16)
     fp8_matmul.matmul(x, y.mT, product_options("bfloat16", out=to))
-    assert stand_in.described == (16 if opaque else 4) and len(stand_in.variants) == 1
+    assert stand_in.described == (20 if opaque else 5) and len(stand_in.variants) == 1
     assert list(fp8_matmul._calls.values()) == prepared
     assert [each[2] for each in stand_in.maps] == [t.data_ptr() for t in (x.data, y.data, x.scale, to)]
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "end"),
+    [
+        ("64x64", 1, 8),
+        ("64x64", 64, 0),
+        ("64x64", 150, 24),
+        ("256x128", 100, 104),  # the second block of a cluster copies nothing
+        ("256x128", 129, 8),
+        ("256x128", 384, 0),
+        ("192x128", 200, 8),
+    ],
+)
+def test_rows_where_a_ends_have_a_map_of_their_own(
+    tile: str, rows: int, end: int, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = next(each for each in fp8_plans.TABLE if each.name == tile)
+    monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: chosen)
+    fp8_matmul.matmul(cpu((rows, 512), CURRENT), cpu((264, 512), CURRENT).mT)
+    assert stand_in.maps[0][5] == [128, chosen.rows // chosen.share[1], 1]
+    assert (stand_in.end[5] if stand_in.end else [128, 0, 1]) == [128, end, 1]
 
 
 def test_odd_columns_leave_without_the_copy_engine(stand_in: StandIn) -> None:

@@ -199,7 +199,7 @@ MISTAKES = {
     "sums that begin with the product before": ("!PROMOTE || !first || i != 0", "!PROMOTE || !first || i != 0 || k > 0"),
     "the wrong turn": ("group_arrive(1 + (group + 1) % NWG, 256)", "group_arrive(1 + group, 256)"),
     "a block that ends before others have released its stages": ("CM * CN > 1 && s < STAGES", "false && s < STAGES"),
-    "bytes that nobody copies": ("STAGE_BYTES + (A_COPIER", "STAGE_BYTES + 16 + (A_COPIER"),
+    "bytes that nobody copies": ("128 * all + W_BYTES", "128 * all + W_BYTES + 16"),
 }
 
 

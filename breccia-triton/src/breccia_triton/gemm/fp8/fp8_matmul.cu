@@ -8,7 +8,8 @@
 // accumulators by ordinary instructions ("promotion"), times the scales of the step where blocks have scales. Two consumers
 // take turns: one promotes while the tensor cores work for the other. Blocks of a cluster share operands (a copy goes to all
 // of them; CM blocks along M share W, CN along N share A) or split K (SK blocks; partial sums meet in one block's shared
-// memory). Where K is no multiple of a stage, or M and N of no tile, TMA reads zeros, and writes nothing outside.
+// memory). Where K is no multiple of a stage, or N of a tile, TMA reads zeros, and writes nothing outside. It takes longer for
+// zeros than for rows that exist, so rows of A that do not exist are not copied: their sums, of whatever is there, go nowhere.
 //
 // Macros, besides those above:
 //   TURNS            consumers take turns
@@ -299,9 +300,10 @@ __device__ __forceinline__ void copy_scales(const Args& args, u32 ring, u32 full
 // ------------------------------------------------------------------------------------------------ the kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_w,
-           const __grid_constant__ TensorMap map_sa, const __grid_constant__ TensorMap map_sw,
-           const __grid_constant__ TensorMap map_out, const __grid_constant__ Args args) {
+fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_a_end,
+           const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_sa,
+           const __grid_constant__ TensorMap map_sw, const __grid_constant__ TensorMap map_out,
+           const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) u8 smem[];
     const int group = __shfl_sync(~0u, threadIdx.x >> 7, 0), lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     const u32 ring = shared_address(smem), staging = ring + STAGES * STAGE_BYTES, sa_ring = staging + NWG * BUFFERS * OUT_BYTES;
@@ -346,11 +348,22 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
                     const bool scaled = k % SPAN == 0;  // the first stage of a step has the scales
                     barrier_wait(empty + 8 * stage, phase);
-                    barrier_arrive_expecting(bar, STAGE_BYTES + (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES));
+                    const int scales = (A_COPIER || !scaled ? 0 : SA_BYTES) + (W_COPIER ? 0 : SW_BYTES);
+                    barrier_arrive_expecting(bar, 128 * all + W_BYTES + scales);
                     // Each of the blocks that share an operand copies one part of it, to all of them.
-                    if (CN == 1) copy(a, &map_a, k * WIDTH, row, za, bar);
-                    else copy_to_all(a + cj * (A_BYTES / CN), &map_a, k * WIDTH, row + cj * (BM / CN), za, bar,
-                                     (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
+                    if (rows > 0) {
+                        if (CN == 1) copy(a, map, k * WIDTH, row, za, bar);
+                        else copy_to_all(a + cj * (A_BYTES / CN), map, k * WIDTH, row + cj * PART, za, bar,
+                                         (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
+                    }
+                // Rows of A are copied in CN parts. The part where A ends has a map of its own, of the next multiple of 8 rows.
+                constexpr int PART = BM / CN;
+                auto rows_of = [&](int part) { return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART); };
+                const int rows = rows_of(cj);
+                int all = 0;
+#pragma unroll
+                for (int part = 0; part < CN; part++) all += rows_of(part);
+                const TensorMap* const map = rows == PART ? &map_a : &map_a_end;
                     if (CM == 1) copy(w, &map_w, k * WIDTH, column, zw, bar);
                     else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, column + ci * (BN / CM), zw, bar,
                                      (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));

@@ -136,22 +136,20 @@ def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped
         None, None, None, None, None, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices, a.scale_row,
         w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
     )  # fmt: skip
+    codes = [a.data_map(rows) for rows in (tile.part, 0 if grouped else tile.end(m)) if rows]
     maps = [
-        a.data_map(tile.rows // tile.share[1]),
         w.data_map(tile.columns // tile.share[0]),
         a.scale_map(tile.rows) if variant.scales != OUTER and not variant.warps_copy[0] else None,
         w.scale_map(tile.columns) if variant.scales == BLOCKS and not variant.warps_copy[1] else None,
         _output_map(dtype, 1 if grouped else matrices, m, n, tile) if variant.staged else None,
     ]
-    fields = None, None, "sa", "sw", "out"
-    slots: list[Any] = [
-        [*([] if each is None else [each]), *([] if field is None else [(args, field)])]
-        for each, field in zip(maps, fields, strict=True)
-    ]
+    slots: list[Any] = [codes]
+    for each, field in zip(maps, (None, "sa", "sw", "out"), strict=True):
+        slots.append([*([] if each is None else [each]), *([] if field is None else [(args, field)])])
     if grouped or bias is not None:
         slots.append((args, "offsets" if grouped else "bias"))
     none = TensorMap()
-    values = (*(none if each is None else each for each in maps), args)
+    values = (*codes, *[none] * (2 - len(codes)), *(none if each is None else each for each in maps), args)
     return plan.function.prepare((plan.grid, 1, 1), tile.threads, values, slots, tile.cluster, tile.dependent)
 
 

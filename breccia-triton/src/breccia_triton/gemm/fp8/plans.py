@@ -241,6 +241,15 @@ class GemmTile:
         return 128 * self.groups + 128
 
     @property
+    def part(self) -> int:
+        """Rows of a that a block copies at once."""
+        return self.rows // self.share[1]
+
+    def end(self, m: int) -> int:
+        """Rows that it copies where a, of m rows, ends within a part: the next multiple of 8; 0 where a ends with a part."""
+        return -(-(m % self.part) // 8) * 8
+
+    @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.share[0] * self.share[1] * self.split

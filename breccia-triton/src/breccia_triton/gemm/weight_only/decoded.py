@@ -71,7 +71,9 @@ def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
         staged = problem.out != "float32" and ldy % 8 == 0 and aligned
         variant = weight_plans.variant_of(form, chosen, problem.out, problem.bias, staged)
         kernel, width = fp8_matmul.loaded(variant, device), weight_plans.WIDTH
-        values = described("bfloat16", (n, k), (n * k, k), (chosen.rows // share[1], width), 128)
+        values, *end = (
+            described("bfloat16", (n, k), (n * k, k), (rows, width), 128) for rows in (chosen.part, chosen.end(n)) if rows
+        )
         x = described("bfloat16", (m, k), (m * ldx, ldx), (chosen.columns // share[0], width), 128)
         scales: list[Any] = []
         if form.scales == ROWS:
@@ -80,8 +82,9 @@ def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
         args = fp8_matmul.Args(None, None, None, None, None, 0, 0, ldy, 0, n, m, k, 1, 1, 0, 0, 0)
         tiles = divided_up(n, chosen.rows * share[0]) * divided_up(m, chosen.columns * share[1])
         grid = fp8_matmul.grid_of(kernel, chosen, tiles, processors), 1, 1
-        slots = [values, x, [(args, "sa"), *scales], [(args, "out"), *y], *([] if problem.bias is None else [(args, "bias")])]
-        arguments = [values, x, *(scales or [none]), none, *(y or [none]), args]
+        added = [] if problem.bias is None else [(args, "bias")]
+        slots = [[values, *end], x, [(args, "sa"), *scales], [(args, "out"), *y], *added]
+        arguments = [values, *(end or [none]), x, *(scales or [none]), none, *(y or [none]), args]
         return kernel.prepare(grid, chosen.threads, arguments, slots, chosen.cluster, chosen.dependent).run
 
     def enqueue(stream: int, a: Any, b: Any, added: Any, to: Any) -> None:
