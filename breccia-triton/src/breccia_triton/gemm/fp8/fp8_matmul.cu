@@ -65,6 +65,8 @@ constexpr bool W_COPIER = W_E8M0 || (COPIERS && W_PLAIN && SCALES == BLOCKS);
 static_assert(!(A_E8M0 || W_E8M0) || (SCALES == BLOCKS && PIECES == 4), "no form");
 static_assert(!COPIERS || PIECES == 1 || (A_E8M0 && W_E8M0), "FP32 scales of 1 x 32 come by TMA");
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
+// Products that are in flight at once, each with registers of its own: as many as registers allow where every instruction has one.
+constexpr int FLIGHT = SCALES == BLOCKS && PIECES == 4 && H == 1 && NWG < 3 ? (BN <= 64 ? 4 : BN <= 128 ? 2 : 1) : 1;
 // Columns of one box of the output: 128, 64 or 32 bytes.
 constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int PART = BN / PARTS, OUT_BYTES = STAGED ? 64 * PART * 2 : 0;
@@ -205,6 +207,14 @@ struct Walk {
     }
 };
 
+// Wait for all products but the last n, up to 3: a constant where loops are unrolled.
+__device__ __forceinline__ void products_wait_all_but(int n) {
+    if (n == 0) products_wait<0>();
+    else if (n == 1) products_wait<1>();
+    else if (n == 2) products_wait<2>();
+    else products_wait<3>();
+}
+
 template <int I> struct Constant { static constexpr int value = I; };
 // f(offset) with the offset as a constant: one of 0, UNIT, 2 UNIT, ... below 128.
 template <int I, class F> __device__ __forceinline__ void with_offset(int offset, F& f) {
@@ -343,6 +353,14 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (int t = first_tile; walk.seek(args, t, tile); t += clusters) {
                 const int row = tile.row + ci * BM, column = tile.column + cj * BN;
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
+                // Rows of A are copied in CN parts. The part where A ends has a map of its own, of the next multiple of 8 rows.
+                constexpr int PART = BM / CN;
+                auto rows_of = [&](int part) { return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART); };
+                const int rows = rows_of(cj);
+                int all = 0;
+#pragma unroll
+                for (int part = 0; part < CN; part++) all += rows_of(part);
+                const TensorMap* const map = rows == PART ? &map_a : &map_a_end;
 #pragma unroll 1
                 for (int k = SPAN * k0; k < SPAN * k1; k++) {
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
@@ -356,14 +374,6 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         else copy_to_all(a + cj * (A_BYTES / CN), map, k * WIDTH, row + cj * PART, za, bar,
                                          (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
                     }
-                // Rows of A are copied in CN parts. The part where A ends has a map of its own, of the next multiple of 8 rows.
-                constexpr int PART = BM / CN;
-                auto rows_of = [&](int part) { return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART); };
-                const int rows = rows_of(cj);
-                int all = 0;
-#pragma unroll
-                for (int part = 0; part < CN; part++) all += rows_of(part);
-                const TensorMap* const map = rows == PART ? &map_a : &map_a_end;
                     if (CM == 1) copy(w, &map_w, k * WIDTH, column, zw, bar);
                     else copy_to_all(w + ci * (W_BYTES / CM), &map_w, k * WIDTH, column + ci * (BN / CM), zw, bar,
                                      (u16)(((1 << CM) - 1) << cj * CM << ck * CM * CN));
@@ -391,9 +401,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         if (SK > 1) { cluster_meet(); cluster_sync(); }
     } else {  // ---- the consumers
         if (NWG > 1) take_registers<CONSUMER>();
-        float sum[H][REGISTERS], d[REGISTERS];
+        float sum[H][REGISTERS], d[FLIGHT][REGISTERS];
 #pragma unroll
-        for (int i = 0; i < REGISTERS; i++) d[i] = 0.f;
+        for (int i = 0; i < FLIGHT * REGISTERS; i++) d[i / REGISTERS][i % REGISTERS] = 0.f;
         u32 stage = 0, phase = 0;
         // Lanes 0 .. CM + CN - 2 each release a stage in one block that copies into it.
         const int releases = lane < CM ? ck * CM * CN + cj * CM + lane : ck * CM * CN + (cj + 1 + lane - CM) % CN * CM + ci;
@@ -450,13 +460,11 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 for (int hp = 0; hp < H * PIECES; hp++) {
                     const int h = hp / PIECES, piece = hp % PIECES;
                     const bool final = hp == H * PIECES - 1;  // of this stage
-                    float* product = PROMOTE ? d : sum[h];
+                    float* product = PROMOTE ? d[piece % FLIGHT] : sum[h];
                     // Descriptors of operands: 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
                     const u32 a = __shfl_sync(~0u, ((base + (group * H + h) * 8192) >> 4) | (1u << 16), 0);
                     const u32 w = __shfl_sync(~0u, ((base + A_BYTES) >> 4) | (1u << 16), 0);
-                    if (TURNS) group_sync(1 + group, 256);
-                    products_begin();
-                    auto multiply_stage = [&](u32 a, u32 w, bool first) {
+                    auto multiply_piece = [&](float* product, u32 a, u32 w, int piece, bool first) {
 #pragma unroll
                         for (int i = 0; i < 4 / PIECES; i++) {
                             const int q = piece * (4 / PIECES) + i;  // 32 bytes along K
@@ -465,9 +473,15 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         }
                         products_commit();
                     };
-                    multiply_stage(a, w, true);
-                    if constexpr (SPAN == 2) multiply_stage(a + STAGE_BYTES / 16, w + STAGE_BYTES / 16, false);
-                    if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
+                    if (piece % FLIGHT == 0) {
+                        if (TURNS) group_sync(1 + group, 256);
+                        products_begin();
+                        multiply_piece(product, a, w, piece, true);
+#pragma unroll
+                        for (int i = 1; i < FLIGHT; i++) multiply_piece(d[i], a, w, piece + i, true);
+                        if constexpr (SPAN == 2) multiply_piece(product, a + STAGE_BYTES / 16, w + STAGE_BYTES / 16, piece, false);
+                        if (TURNS) group_arrive(1 + (group + 1) % NWG, 256);
+                    }
                     if (SCALES != OUTER && !(SCALES == ROWS && PIECES > 1) && hp == 0)
 #pragma unroll
                         for (int i = 0; i < H; i++)
@@ -503,7 +517,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         products_wait<1>();
                         release(here);
                     }
-                    products_wait<0>();
+                    products_wait_all_but(FLIGHT - 1 - piece % FLIGHT);
 #pragma unroll
                     for (int i = 0; i < REGISTERS; i++) written(product[i]);
                     if (SCALES != BLOCKS) release(here + SPAN - 1);
@@ -516,7 +530,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                         }
 #pragma unroll
                         for (int j = 0; j < BN / 8; j++) {
-                            float* to = sum[h] + 4 * j; const float* from = d + 4 * j;
+                            float* to = sum[h] + 4 * j; const float* from = product + 4 * j;
                             if constexpr (SCALES == OUTER) {
 #pragma unroll
                                 for (int i = 0; i < 4; i++) add(to[i], from[i]);
