@@ -17,6 +17,7 @@ from breccia.options import FLOAT32
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from breccia_triton.gemm.bf16 import plans as bf16_plans  # noqa: E402
 from breccia_triton.gemm.fp8 import plans as fp8_plans  # noqa: E402
 from breccia_triton.gemm.weight_only import plans as weight_plans  # noqa: E402
 from breccia_triton.tuning import measurements  # noqa: E402
@@ -54,6 +55,17 @@ def test_estimated_times_come_from_the_table_of_the_device(tables: Path) -> None
     measurements.measured.cache_clear()
     assert fp8_plans.score_of_torch(call) == pytest.approx(1.5 * fp8_plans.bound(4, 128, 256))
     assert weight_plans.score(product) == pytest.approx(1.25 * bound)
+
+
+def test_products_through_bf16_count_the_time_of_the_host_where_the_fp8_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(first: str, second: str) -> float:
+        a, w = cast(first, 256, 256), cast(second, 128, 256)
+        return bf16_plans.score(Call(OPERATIONS["matmul"], "torch", (a, w.mT, None, FLOAT32, None)))
+
+    assert score("mxfp8", "mxfp8") < 50e-6  # this torch has no CUDA, or no Hopper GPU
+    monkeypatch.setattr(fp8_plans, "available", lambda device: None)
+    assert score("mxfp8", "mxfp8") == 110e-6
+    assert score("mxfp8", "mxfp4") < 50e-6, "no FP8 kernel multiplies these"
 
 
 def test_measurements_of_several_runs_are_merged_and_faulty_files_replaced(tables: Path) -> None:
