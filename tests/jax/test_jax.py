@@ -30,6 +30,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax import export, lax, tree_util  # noqa: E402
 
+from breccia_jax import trees  # noqa: E402
 from breccia_jax.ops import JAX  # noqa: E402
 
 #: `make test` runs every recipe and every framework; `make test-all` runs all combinations.
@@ -1069,6 +1070,45 @@ def test_equinox_modules_work() -> None:
     x = rows(8)
     y = eqx.filter_jit(lambda m, x: jax.vmap(breccia_jax.dequantize(m))(x))(after, x)
     assert agrees(y, x, breccia.dequantize(after.weight).T)
+
+
+def test_weights_of_a_tree_are_put_into_a_storage_and_back() -> None:
+    tree = {"a": {"kernel": jnp.asarray(wide((128, 64), seed=1))}, "b": jnp.asarray(wide((2, 256, 64), seed=2))}
+    scaled = breccia_jax.quantize(tree | {"bias": jnp.ones(64)}, "int4")
+    stored = breccia_jax.to_storage(scaled, "mma_16x128")
+    for leaf, plain in ((stored["a"]["kernel"], scaled["a"]["kernel"]), (stored["b"], scaled["b"])):
+        assert leaf.storage == "mma_16x128" and leaf.shape == plain.shape and breccia.bytes_equal(leaf.to_plain(), plain)
+        assert (breccia.dequantize(leaf) == breccia.dequantize(plain)).all()
+    assert stored["bias"] is scaled["bias"]
+    again = breccia_jax.to_storage(stored, "plain")
+    assert breccia.bytes_equal(again["b"], scaled["b"]) and jax.tree.structure(again) == jax.tree.structure(scaled)
+    assert breccia_jax.to_storage(scaled)["b"].storage == "plain", "no kernel of CPUs reads another one"
+
+
+def test_the_storage_of_weights_is_what_the_kernel_of_their_products_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each matrix of a stack, with one row of inputs."""
+    asked: list[Any] = []
+
+    def for_products(weight: breccia.ScaledTensor, x: Any) -> breccia.ScaledTensor:
+        asked.append((weight.shape, weight.storage, x.shape, str(x.dtype)))
+        return weight.to_storage("mma_16x128")
+
+    monkeypatch.setattr(trees.storing, "for_products", for_products)
+    scaled = breccia_jax.quantize({"w": jnp.asarray(wide((2, 256, 64), seed=2))}, "int4")
+    assert breccia_jax.to_storage(scaled)["w"].storage == "mma_16x128"
+    assert breccia_jax.to_storage(breccia_jax.to_storage(scaled), dtype="float16")["w"].storage == "mma_16x128"
+    facts = (256, 64), "plain", (1, 256)
+    assert asked == [(*facts, "bfloat16"), (*facts, "bfloat16"), (*facts, "float16")]
+
+
+def test_a_weight_that_a_storage_cannot_hold_is_named() -> None:
+    scaled = breccia_jax.quantize({"a": {"kernel": jnp.ones((128, 64))}}, "nf4")
+    with pytest.raises(
+        breccia.UnsupportedError, match=r"^to_storage: a/kernel: storage 'mma_16x128' cannot hold this tensor: "
+    ):
+        breccia_jax.to_storage(scaled, "mma_16x128")
+    with pytest.raises(breccia.UnknownNameError, match=r"no storage 'mma'"):
+        breccia_jax.to_storage(scaled, "mma")
 
 
 def test_a_tree_is_parted_from_its_scaled_tensors_and_put_together_again() -> None:

@@ -11,7 +11,7 @@ def __getattr__(name: str) -> object:
     if name in ("flax", "equinox"):  # these import those libraries
         return import_module(f"{__name__}.{name}")
     homes = {
-        **dict.fromkeys(("combine", "dequantize", "partition", "quantize"), "trees"),
+        **dict.fromkeys(("combine", "dequantize", "partition", "quantize", "to_storage"), "trees"),
         **dict.fromkeys(("advance", "histories"), "delayed"),
         "assembled": "checkpoints",
         "DotGeneral": "dot_general",
@@ -40,4 +40,5 @@ __all__ = [
     "quantize",
     "register",
     "shardings",
+    "to_storage",
 ]

@@ -8,6 +8,7 @@ from .trees import combine as combine
 from .trees import dequantize as dequantize
 from .trees import partition as partition
 from .trees import quantize as quantize
+from .trees import to_storage as to_storage
 from .weights import ScaledWeight as ScaledWeight
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "quantize",
     "register",
     "shardings",
+    "to_storage",
 ]

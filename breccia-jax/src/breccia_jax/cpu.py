@@ -27,6 +27,7 @@ from breccia.backend import (
     FLOAT32,
     NUMPY,
     PARTS,
+    PLAIN,
     CastOptions,
     Metadata,
     Prefer,
@@ -130,8 +131,9 @@ def runs(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None
 
 
 def multiplies(x: Array, b: ScaledTensor) -> bool:
-    """Whether `matmul` of these operands, traced or not, runs by the kernel of this module."""
-    return _is_eager(_chosen("matmul", x, b))
+    """Whether `matmul` of these operands, traced or not, runs by the kernel of this module, or by one for the storage of b."""
+    kernel = _chosen("matmul", x, b).kernel
+    return kernel.eager or (b.storage != PLAIN and b.storage in kernel.reads)
 
 
 def _chosen(op: str, a: Any, b: Any = None, recipe: Any = None, options: Any = None, prefer: Prefer = None) -> Any:

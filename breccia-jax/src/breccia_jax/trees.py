@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import tree_util
 
 import breccia
-from breccia import BrecciaError, OptionError, Policy, ScaledTensor, ScalingRecipe
+from breccia import BrecciaError, OptionError, Policy, ScaledTensor, ScalingRecipe, UnsupportedError
 from breccia.backend import FLOATS, Parameter, choose, dtype_name, none_chosen
+from breccia.internal import storing
 
 from . import container
 from .rules import nbytes
@@ -18,6 +21,9 @@ from .weights import ScaledWeight
 
 Filter = Callable[[str, Any], bool]
 Tree = TypeVar("Tree")
+
+#: `storage=` of `to_storage`: what the kernel of products reads.
+AUTO = "auto"
 
 #: Matrices with a shorter side save too little memory to justify their error.
 _SIDE = 32
@@ -102,6 +108,49 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
         return breccia.dequantize(leaf, out_dtype=dtype or "float32") if _is_scaled(leaf) else leaf
 
     return jax.tree.map(values, params, is_leaf=lambda leaf: _is_scaled(leaf) or isinstance(leaf, ScaledWeight))
+
+
+def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") -> Tree:
+    """Put the ScaledTensors and ScaledWeights of a tree into a storage; other leaves stay.
+
+    storage: the name of one, as in `ScaledTensor.to_storage`. "auto" is the one that the kernel of products of a weight reads,
+        with inputs of `dtype` on the device of the weight: "mma_16x128" on Hopper GPUs for formats that are decoded in
+        registers (INT4, NVFP4, MXFP4, INT8, FP8), otherwise "plain".
+
+    Products by stored weights are for inference: what reads the values of one, as the gradient of a layer's input does,
+    rearranges it each time.
+
+    Raises UnknownNameError for an unknown storage, and UnsupportedError, naming the leaf, where it cannot hold a weight.
+
+        >>> import jax.numpy as jnp, breccia_jax
+        >>> params = breccia_jax.quantize({"kernel": jnp.ones((128, 64)), "bias": jnp.zeros(64)}, "int4")
+        >>> breccia_jax.to_storage(params, "mma_16x128")["kernel"].storage
+        'mma_16x128'
+    """
+    container.register()
+
+    def stored(path: Any, leaf: Any) -> Any:
+        if not (_is_scaled(leaf) or isinstance(leaf, ScaledWeight)):
+            return leaf
+        st = leaf.tensor if isinstance(leaf, ScaledWeight) else leaf
+        try:
+            st = st.to_storage(_for_products(st, dtype) if storage == AUTO else storage)
+        except UnsupportedError as e:
+            name = tree_util.keystr(path, simple=True, separator="/")
+            raise UnsupportedError(f"to_storage: {name}: {e}", **e.found) from e
+        return replace(leaf, tensor=st) if isinstance(leaf, ScaledWeight) else st
+
+    return tree_util.tree_map_with_path(stored, params, is_leaf=lambda leaf: _is_scaled(leaf) or isinstance(leaf, ScaledWeight))
+
+
+def _for_products(st: ScaledTensor, dtype: Any) -> str:
+    """The storage that the kernel of products by a weight reads, or by each of its matrices."""
+    if st.ndim < 2:
+        return st.storage
+    matrix = st.to_plain()[(0,) * (st.ndim - 2)] if st.ndim > 2 else st.to_plain()
+    place = None if isinstance(matrix.data, jax.core.Tracer) else next(iter(matrix.data.devices()))
+    x = jnp.zeros((1, matrix.shape[matrix.axis]), dtype, device=place)
+    return storing.for_products(matrix, x).storage
 
 
 def partition(params: Tree) -> tuple[Tree, Tree]:

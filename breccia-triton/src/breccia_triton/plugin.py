@@ -194,19 +194,22 @@ def breccia_kernels() -> Iterable[Kernel]:
                 knows=(READ if reads else ()) + (("scale_search",) if searches else ()),
                 prepare="breccia_triton.casts.steps:histories" if torch and op == "record_amax" else None,
             )
-    for op, target, name, score in (
-        ("matmul", "weight_only_matmul", "cuda.weight_only", "breccia_triton.gemm.weight_only.plans:score"),
-        ("grouped_matmul", "weight_only_grouped", "cuda.weight_only_grouped", None),
+    for op, framework, target, name in (
+        ("matmul", "torch", "gemm.weight_only.matmul:weight_only_matmul", "cuda.weight_only"),
+        ("grouped_matmul", "torch", "gemm.weight_only.matmul:weight_only_grouped", "cuda.weight_only_grouped"),
+        ("matmul", "jax", "jax.foreign:weight_only_matmul", "cuda.jax.weight_only"),
+        ("grouped_matmul", "jax", "jax.foreign:grouped_matmul", "cuda.jax.weight_only_grouped"),
     ):
+        torch = framework == "torch"
         yield Kernel(
             op,
-            "torch",
-            f"breccia_triton.gemm.weight_only.matmul:{target}",
+            framework,
+            f"breccia_triton.{target}",
             name,
             recipe=NoneType,
             device="cuda",
-            available="breccia_triton.gemm.weight_only.plans:available",
-            accepts="breccia_triton.gemm.weight_only.plans:accepts",
-            score=score,
+            available=f"{home}.weight_only.plans:{'available' if torch else 'available_to_jax'}",
+            accepts=f"{home}.weight_only.plans:{'accepts' if torch else 'accepts_in_jax'}",
+            score=f"{home}.weight_only.plans:score" if op == "matmul" else None,
             reads=("mma_16x128",),
         )

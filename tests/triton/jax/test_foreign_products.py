@@ -5,6 +5,7 @@ On a GPU expected bits are those of the same op on tensors of torch with the sam
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,19 +27,26 @@ import jax.numpy as jnp  # noqa: E402
 from in_frameworks import moved  # noqa: E402
 
 import breccia  # noqa: E402
+import breccia_jax  # noqa: E402
 from breccia import Device, ScaledTensor  # noqa: E402
-from breccia.backend import product_options, targets  # noqa: E402
+from breccia.backend import Metadata, product_options, targets  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia_jax import ops, primitive  # noqa: E402
 from breccia_triton import availability  # noqa: E402
 from breccia_triton.gemm.bf16 import plans as through_bf16  # noqa: E402
 from breccia_triton.gemm.fp8 import plans  # noqa: E402
+from breccia_triton.gemm.weight_only import plans as stored_weights  # noqa: E402
+from breccia_triton.gemm.weight_only import problem  # noqa: E402
 from breccia_triton.jax import foreign, launch  # noqa: E402
+from breccia_triton.jax.calls import components  # noqa: E402
 from breccia_triton.jax.foreign import TARGET  # noqa: E402
 from breccia_triton.plugin import breccia_kernels  # noqa: E402
 
 ON_GPU = jax.default_backend() == "gpu"
+TORCH = "cuda" if ON_GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
+#: The storage of weights that kernels decode in registers.
+STORAGE = "mma_16x128"
 #: What the kernel multiplies: a by b.
 PAIRS = {
     "fp8_current": "fp8_current",
@@ -69,9 +77,8 @@ def operands(first: str, second: str, lead: tuple[int, ...] = (), seed: int = 0)
 
 
 def in_torch(op: str, a: ScaledTensor, b: ScaledTensor, *added: Any, **options: Any) -> Any:
-    device = "cuda" if ON_GPU else "cpu"
-    first, second = (moved(st, "torch").to(device) for st in (a, b))
-    more = [torch.from_numpy(np.asarray(x)).to(device) for x in added]
+    first, second = (moved(st, "torch").to(TORCH) for st in (a, b))
+    more = [torch.from_numpy(np.asarray(x)).to(TORCH) for x in added]
     return getattr(breccia, op)(first, second.mT, *more, **options).float().cpu().numpy()
 
 
@@ -101,7 +108,7 @@ def test_products_are_those_of_torch(first: str, dtype: str) -> None:
     agree(product, in_torch("matmul", a, b, out_dtype=dtype), dtype)
     bias = np.linspace(-3, 3, 40, dtype=np.float32)
     product = compiled(lambda a, b, c: foreign.matmul(a, b.mT, product_options(dtype, c)), x, y, bias)
-    same_bias = torch.from_numpy(bias).to("cuda" if ON_GPU else "cpu")
+    same_bias = torch.from_numpy(bias).to(TORCH)
     agree(product, in_torch("matmul", a, b, out_dtype=dtype, bias=same_bias), dtype)
 
 
@@ -178,12 +185,136 @@ def test_other_operands_go_to_the_generic_algorithm() -> None:
         foreign.matmul(moved(a, "jax"), moved(b, "jax"))
 
 
-def test_batches_of_vmap_go_to_the_generic_algorithm() -> None:
-    a, b = operands("fp8_block", "fp8_block", lead=(3,))
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
+@pytest.mark.parametrize("first", PAIRS)
+def test_a_batch_of_vmap_is_one_product(first: str, mapped: tuple[int | None, int | None]) -> None:
+    """Each example has its own scales, of tensors too."""
+    each = [operands(first, PAIRS[first], seed=seed) for seed in range(3)]
+    tensors: list[list[ScaledTensor]] = []  # of a and of b: those of all examples, or the one that they share
+    for operand, axis in zip(zip(*each, strict=True), mapped, strict=True):
+        tensors.append(list(operand) if axis == 0 else [operand[0]] * 3)
+    x, y = (
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *[moved(st, "jax") for st in some])
+        if axis == 0
+        else moved(some[0], "jax")
+        for some, axis in zip(tensors, mapped, strict=True)
+    )
+    product = compiled(jax.vmap(lambda a, b: foreign.matmul(a, b.mT), in_axes=mapped), x, y)
+    agree(product, np.stack([in_torch("matmul", a, b) for a, b in zip(*tensors, strict=True)]))
+
+
+def test_batches_that_no_call_of_the_kernel_has_go_to_the_generic_algorithm() -> None:
+    """A batch of biases; leading axes that do not broadcast; groups."""
+    a, b = operands("fp8_block", "fp8_block,block_m=128", lead=(3,))
     x, y = (moved(st, "jax") for st in (a, b))
-    product = jax.jit(jax.vmap(lambda a, b: foreign.matmul(a, b.mT)))
-    assert TARGET not in product.lower(x, y).compile().as_text()
-    within_the_bound(product(x, y), a, b, False)
+    biases = np.linspace(-3, 3, 3 * 40, dtype=np.float32).reshape(3, 40)
+    with_bias = jax.jit(jax.vmap(lambda a, b, c: foreign.matmul(a, b.mT, product_options("float32", c))))
+    assert TARGET not in with_bias.lower(x, y, biases).compile().as_text()
+    within_the_bound(with_bias(x, y, biases), a, b, False, biases[:, None])
+    shared = jax.jit(jax.vmap(lambda a, b: foreign.matmul(a, b.mT), in_axes=(0, None)))
+    assert TARGET not in shared.lower(x, y).compile().as_text()
+    within_the_bound(shared(x, y), breccia.dequantize(a)[:, None], b, False)
+    ends = np.array([[16, 16, 48]] * 3, np.int32)
+    grouped = jax.jit(jax.vmap(lambda a, b, o: foreign.grouped_matmul(a, b.mT, o), in_axes=(0, None, 0)))
+    assert TARGET not in grouped.lower(x, y, ends).compile().as_text()
+    expected = np.stack([in_torch("grouped_matmul", a[i], b, ends[i]) for i in range(3)])
+    assert np.abs(np.asarray(grouped(x, y, ends)) - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+#: Weights that the kernels decode in registers: with and without zero-points and a scale of the tensor.
+WEIGHTS = ("int4", "int4,signed=false,symmetric=false,group_size=32", "nvfp4", "mxfp4", "int8", "fp8_block,block_m=128")
+
+
+def stored(w: ScaledTensor, framework: str) -> Any:
+    return moved(w, framework).to_storage(STORAGE)
+
+
+def weight_and_rows(spec: str, rows: int, k: int = 256, lead: tuple[int, ...] = ()) -> tuple[ScaledTensor, Any]:
+    """(A weight of 40 rows, BF16 numbers), in NumPy."""
+    generator = np.random.default_rng(rows)
+    x, w = (generator.standard_normal(shape).astype(np.float32) for shape in ((rows, k), (*lead, 40, k)))
+    return breccia.cast(w, spec), np.asarray(jnp.asarray(x, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 48, 2048])  # decoded in registers by two kernels, and to memory
+@pytest.mark.parametrize("spec", WEIGHTS)
+def test_products_by_stored_weights_are_those_of_torch(spec: str, rows: int, dtype: str) -> None:
+    """BF16 results without a bias, and FP32 ones with one."""
+    w, x = weight_and_rows(spec, rows, 256 if rows > 1 else 260)  # rows of 260 numbers are copied
+    added = [np.linspace(-3, 3, 40, dtype=np.float32)] if dtype == "float32" else []
+
+    def multiplied(x: Any, w: Any, *bias: Any) -> Any:
+        return foreign.weight_only_matmul(x, w.mT, product_options(dtype, *bias))
+
+    product = compiled(multiplied, x, stored(w, "jax"), *added)
+    rows_of_torch = torch.from_numpy(x.astype(np.float32)).to(TORCH, torch.bfloat16)
+    bias = torch.from_numpy(added[0]).to(TORCH) if added else None
+    expected = breccia.matmul(rows_of_torch, stored(w, "torch").to(TORCH).mT, out_dtype=dtype, bias=bias)
+    agree(product, expected.float().cpu().numpy(), dtype)
+    if added:
+        within_the_bound(product, x.astype(np.float32), w, ON_GPU, added[0])
+
+
+def test_groups_of_rows_by_stored_weights_are_those_of_torch() -> None:
+    w, x = weight_and_rows("int4", 48, lead=(3,))
+    ends = np.array([16, 16, 48], np.int32)
+    product = compiled(lambda x, w, o: foreign.grouped_matmul(x, w.mT, o), x, stored(w, "jax"), ends)
+    rows = torch.from_numpy(x.astype(np.float32)).to(TORCH, torch.bfloat16)
+    expected = breccia.grouped_matmul(rows, stored(w, "torch").to(TORCH).mT, torch.from_numpy(ends).to(TORCH))
+    agree(product, expected.cpu().numpy())
+
+
+def test_a_batch_of_vmap_shares_a_stored_weight() -> None:
+    w, x = weight_and_rows("int4", 48)
+    weight = stored(w, "jax")
+    batch = x.reshape(3, 16, -1)
+    product = compiled(jax.vmap(lambda x, w: foreign.weight_only_matmul(x, w.mT), in_axes=(0, None)), batch, weight)
+    agree(product, compiled(lambda x, w: foreign.weight_only_matmul(x, w.mT), batch, weight))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), weight, weight, weight)
+    each = jax.jit(jax.vmap(lambda x, w: foreign.weight_only_matmul(x, w.mT)))
+    assert TARGET not in each.lower(batch, stacked).compile().as_text()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
+@pytest.mark.parametrize("spec", ["int4", "nvfp4"])
+def test_layers_multiply_by_the_codes_of_stored_weights(spec: str) -> None:
+    """What `to_storage` chooses here, of two layers under `vmap` and `scan`, in FP32 from BF16 inputs."""
+    linen = pytest.importorskip("flax.linen")
+    from breccia_jax.flax import quantize
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 256)), jnp.bfloat16)
+    dense = linen.Dense(256, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    plain, _ = quantize(dense.init(jax.random.key(0), x), {"*": spec})
+    stored = breccia_jax.to_storage(plain)
+    tensor = stored["params"]["kernel"].tensor
+    assert tensor.storage == STORAGE
+    y, w = compiled(dense.apply, stored, x), np.asarray(breccia.dequantize(tensor), np.float64)
+    exact = np.asarray(x, np.float64) @ w
+    size = np.abs(np.asarray(x, np.float64)) @ np.abs(w)
+    assert (np.abs(y - exact) <= bounds.accumulated(size, 257, 256, True) + 2.0**-8 * np.abs(exact)).all()
+    layers = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored)
+
+    def scanned(layers: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, layer: (dense.apply(layer, x), None), x, layers)[0]
+
+    assert np.array_equal(compiled(scanned, layers, x), compiled(lambda s, x: dense.apply(s, dense.apply(s, x)), stored, x))
+    assert np.array_equal(compiled(jax.vmap(dense.apply, in_axes=(None, 0)), stored, x), y)
+
+
+def test_weights_of_xla_count_as_written_just_now() -> None:
+    """The kernel ahead may have written them: XLA's buffers return to the same addresses."""
+    memory = torch.zeros(4, 4, 4224, dtype=torch.uint8)
+    st = stored(weight_and_rows("int4", 1)[0], "torch")
+    text = json.dumps(["matmul", [[None, [["x", [1, 256], "bfloat16"]]], [Metadata.of(st).to_json(), described(st)]],
+                       [], [1, 40], "bfloat16"])  # fmt: skip
+    for _ in range(2):
+        _, _, weight, _, _ = foreign._tensors(text, (memory.data_ptr(),) * 4, "cpu")
+        assert not problem.stored(weight)[2]
+
+
+def described(st: ScaledTensor) -> list[Any]:
+    return [[name, list(a.shape), str(a.dtype).removeprefix("torch.")] for name, a in components(st).items()]
 
 
 def test_devices_without_the_instructions_have_the_generic_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,18 +335,19 @@ def test_compute_capabilities_are_read_from_devices_of_jax() -> None:
 class Fake:
     """An executable: it notes the stream, and whether that is torch's current one."""
 
-    def __init__(self, copies: bool, calls: list[Any], current: list[Any]) -> None:
-        self.copies, self.calls, self.current = copies, calls, current
+    def __init__(self, scratch: bool, calls: list[Any], current: list[Any]) -> None:
+        self.scratch, self.calls, self.current = scratch, calls, current
 
     def enqueue(self, stream: int, a: Any, b: Any, added: Any, out: Any) -> None:
         self.calls.append((stream, list(self.current), added.dtype))
 
 
 @pytest.mark.parametrize(
-    ("op", "copies"),
+    ("op", "scratch"),
     [("matmul", False), ("matmul", True), ("grouped_matmul", False), ("grouped_matmul", True), (foreign.THROUGH_BF16, False)],
 )
-def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", [False, True])
+def test_executables_run_on_the_stream_of_xla(op: str, scratch: bool, weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     current: list[Any] = []
 
@@ -228,17 +360,22 @@ def test_executables_run_on_the_stream_of_xla(op: str, copies: bool, monkeypatch
     def prepared(a: Any, b: Any, bias: Any, dtype: str, offsets: Any = None) -> Fake:
         assert current == [7] and dtype == "float32"
         assert (bias is None) == (op == "grouped_matmul") == (offsets is not None)
-        return Fake(copies, calls, current)
+        return Fake(scratch, calls, current)
 
     monkeypatch.setattr(foreign, "_current", entered)
-    monkeypatch.setattr(foreign, "prepared", prepared)
-    monkeypatch.setattr(foreign.bf16, "prepared", prepared)
     a, b = (moved(st, "torch") for st in operands("fp8_current", "fp8_current"))
+    if weights and op != foreign.THROUGH_BF16:
+        b = b.to_storage(STORAGE)
+        monkeypatch.setattr(foreign.weight_only, "executable", prepared)
+        monkeypatch.setattr(foreign.weight_only, "grouped", lambda a, b, dtype: prepared(a, b, None, dtype, added))
+    else:
+        monkeypatch.setattr(foreign.fp8, "prepared", prepared)
+        monkeypatch.setattr(foreign.bf16, "prepared", prepared)
     added = torch.tensor([16, 48], dtype=torch.int32) if op == "grouped_matmul" else torch.zeros(40)
     enqueue = foreign._on_device(7, op, a, b.mT, added, torch.empty(48, 40))
     enqueue(7)
     enqueue(9)
-    allocates = copies or op == foreign.THROUGH_BF16  # memory of torch's allocator
+    allocates = scratch or op == foreign.THROUGH_BF16  # memory of torch's allocator
     assert calls == [(stream, [stream] * allocates, added.dtype) for stream in (7, 9)]
 
 
@@ -270,7 +407,12 @@ def test_recipes_of_no_plug_in_are_refused_by_name() -> None:
     known, other = (SimpleNamespace(recipe=recipe) for recipe in (breccia.recipe("mxfp8"), Undeclared()))
     array: Any = SimpleNamespace(recipe=None)
     assert availability.refused_by_xla(SimpleNamespace(a=array, b=known)) is None  # pyright: ignore
-    for accepts in (plans.accepts_in_jax, plans.accepts_grouped_in_jax, through_bf16.accepts_in_jax):
+    for accepts in (
+        plans.accepts_in_jax,
+        plans.accepts_grouped_in_jax,
+        through_bf16.accepts_in_jax,
+        stored_weights.accepts_in_jax,
+    ):
         why = accepts(SimpleNamespace(a=known, b=other))  # pyright: ignore
         assert why is not None and why.startswith("b: XLA keeps recipes as text, and cannot read this one: ")
         assert "undeclared" in why
@@ -339,8 +481,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert plans.available_to_jax(Device("cuda", 0, (9, 0))) == "this torch is built without CUDA"
     assert through_bf16.available_to_jax(Device("cuda", 0, (9, 0))) == "this torch is built without CUDA"
+    assert "those of compute capability 9.0 (Hopper)" in (stored_weights.available_to_jax(Device("cuda", 0, (8, 0))) or "")
     monkeypatch.setattr(availability.targets, "installed", lambda module: module != "breccia_native.xla_calls")
-    for each in (plans, through_bf16):
+    for each in (plans, through_bf16, stored_weights):
         assert "breccia-native is not installed" in (each.available_to_jax(Device("cuda", 0, (9, 0))) or "")
 
 

@@ -1,9 +1,9 @@
-"""Products of JAX on CUDA by torch's kernels: that of `fp8_matmul.cu`, and cuBLAS in BF16. XLA passes addresses and its stream.
+"""Products of JAX on CUDA by torch's kernels: those in CUDA C++, and cuBLAS in BF16. XLA passes addresses and its stream.
 
 A compiled function holds a call with a text that says what to multiply, so that another process can run it from JAX's cache on
 disk. The handler, of breccia-native, gives the text and the addresses to `_enqueue`, which makes tensors of torch at these
-addresses, and enqueues what torch would. Copies of operands are in memory of torch's allocator, besides XLA's. In the host's
-memory, for tests, it calls the op.
+addresses, and enqueues what torch would. Copies of operands and decoded weights are in memory of torch's allocator, besides
+XLA's. In the host's memory, for tests, it calls the op.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -14,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from breccia import KernelError, ScaledTensor
 from breccia.backend import (
     FLOAT32,
+    PLAIN,
     Metadata,
     ProductOptions,
     Shape,
@@ -41,8 +42,9 @@ from breccia.backend import (
 from ..facts import Hardware
 from ..gemm.bf16 import matmul as bf16
 from ..gemm.contiguous import ContiguousOperand
+from ..gemm.fp8 import matmul as fp8
 from ..gemm.fp8 import plans
-from ..gemm.fp8.matmul import prepared
+from ..gemm.weight_only import matmul as weight_only
 from ..launch.cache import Remembered
 from .calls import Shapes, components, is_array, placeholder, shapes_of, tensor_of
 from .launch import OnGPU, capability, run
@@ -66,12 +68,19 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     return jnp.swapaxes(product, -1, -2) if turned else product
 
 
+def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
+    """`matmul` as `breccia.matmul` documents it, of an array by the transpose of a weight in storage "mma_16x128"."""
+    checks.check_matmul(a, b, options.bias)
+    product = _product("matmul", a, b.mT, {} if options.bias is None else {"bias": options.bias}, options)
+    return composites.matmul(a, b.to_plain(), options) if product is None else product
+
+
 def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
-    """`grouped_matmul` as `breccia.grouped_matmul` documents it, of two FP8 tensors."""
+    """`grouped_matmul` as `breccia.grouped_matmul` documents it, of FP8 tensors, or by weights in storage "mma_16x128"."""
     checks.check_grouped(a, b, offsets)
     ends = jnp.asarray(offsets, jnp.int32) if is_array(offsets) else offsets
     product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options)
-    return composites.grouped_matmul(a, b, offsets, options) if product is None else product
+    return composites.grouped_matmul(a, b.to_plain(), offsets, options) if product is None else product
 
 
 def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
@@ -118,9 +127,39 @@ class Product(OnGPU):
         fits = self.op == THROUGH_BF16 or capability() == plans.HOPPER
         return super().lowered(context, *arrays) if fits else None
 
+    def batched(self, arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Any] | None:
+        """One product, with the examples as a leading axis of the operands that have them."""
+        n, m = len(self.first), len(self.first) + len(self.second)
+        mapped = [any(axis is not None for axis in some) for some in (axes[:n], axes[n:m], axes[m:])]
+        leads = [placeholder(*each).shape[:-2] for each in ((self.a, self.first), (self.b, self.second))]
+        if self.op == "grouped_matmul" or mapped[2]:
+            return None
+        if mapped[1] and self.b is not None and self.b.layout.storage != PLAIN:
+            return None
+        if mapped[0] and mapped[1]:
+            if leads[0] != leads[1]:
+                return None
+        else:
+            one, many = leads if mapped[1] else leads[::-1]  # of the operand that all examples share, and of the other
+            if math.prod(one) != 1 or len(one) > len(many):
+                return None
+        count = next(a.shape[axis] for a, axis in zip(arrays, axes, strict=True) if axis is not None)
+        moved: list[Any] = []
+        for i, (a, axis) in enumerate(zip(arrays, axes, strict=True)):
+            if axis is not None:
+                moved.append(jnp.moveaxis(a, axis, 0))
+            else:
+                moved.append(jnp.broadcast_to(a, (count, *a.shape)) if i < m and mapped[i >= n] else a)
+
+        def shapes(described: Shapes, arrays: Sequence[Any]) -> Shapes:
+            return tuple((name, a.shape, dtype) for (name, _, dtype), a in zip(described, arrays, strict=True))
+
+        return run(replace(self, first=shapes(self.first, moved[:n]), second=shapes(self.second, moved[n:m])), moved)
+
     def generic(self, *arrays: Any) -> list[Any]:
         n, m = len(self.first), len(self.first) + len(self.second)
         a, b = tensor_of(self.a, self.first, arrays[:n]), tensor_of(self.b, self.second, arrays[n:m])
+        b = b.to_plain() if isinstance(b, ScaledTensor) else b
         if self.op == "grouped_matmul":
             return [reference.grouped_matmul(a, b.mT, arrays[m], product_options(self.dtype))]
         b = b if self.op == THROUGH_BF16 else b.mT
@@ -174,7 +213,9 @@ def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, A
         return [tensor_at(next(each), shape, dtype, device) for _, shape, dtype in shapes]
 
     def operand(metadata: str | None, shapes: Shapes) -> Any:
-        return tensor_of(None if metadata is None else Metadata.from_json(metadata), shapes, tensors(shapes))
+        # Inference mode does not count changes. So a weight is never taken for one that was written before the kernel ahead.
+        with torch.inference_mode():
+            return tensor_of(None if metadata is None else Metadata.from_json(metadata), shapes, tensors(shapes))
 
     a, b = (operand(*described) for described in operands)
     (more,) = tensors(added) or (None,)
@@ -197,14 +238,17 @@ def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Ca
             executable = bf16.prepared(a, b, added, dtype)
             if isinstance(executable, str):
                 raise KernelError(f"XLA called a product through BF16 that has no kernel: {executable}. Prefer another kernel.")
+        elif b.layout.storage != PLAIN:
+            grouped = op == "grouped_matmul"
+            executable = weight_only.grouped(a, b, dtype) if grouped else weight_only.executable(a, b, added, dtype)
         else:
             bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
-            executable = prepared(a, b, bias, dtype, offsets)
+            executable = fp8.prepared(a, b, bias, dtype, offsets)
 
     def enqueue(stream: int) -> None:
         executable.enqueue(stream, a, b, added, out)
 
-    return _on_streams(out.device, enqueue) if op == THROUGH_BF16 or executable.copies else enqueue
+    return _on_streams(out.device, enqueue) if op == THROUGH_BF16 or executable.scratch else enqueue
 
 
 def _on_streams(device: Any, enqueue: Callable[[int], Any]) -> Callable[[int], None]:
@@ -233,6 +277,8 @@ def tensor_at(address: int, shape: Shape, dtype: str, device: str) -> Any:
     """A tensor of torch in C order at an address. It does not own the memory."""
     kind = getattr(torch, dtype)
     count = math.prod(shape) * kind.itemsize
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=kind, device=device)
     if device == "cpu":
         memory = torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
     else:

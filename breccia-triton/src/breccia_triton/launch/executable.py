@@ -27,20 +27,21 @@ Enqueue = Callable[[int, Any, Any, Any, Any], Any]
 class Executable:
     """An op whose kernels are compiled and loaded, for operands with equal facts: it allocates the result, and launches.
 
-    rows: rows of a result that a kernel writes may lie apart. allocates: whether torch does, within `enqueue`. copies: whether
-    `enqueue` makes copies of operands. plan: what was prepared, for tests and benchmarks.
+    rows: rows of a result that a kernel writes may lie apart. allocates: whether torch does, within `enqueue`. scratch: whether
+    `enqueue` takes memory from torch, for copies of operands or decoded ones. plan: what was prepared, for tests and
+    benchmarks.
     """
 
-    __slots__ = ("allocated", "copies", "device", "dtype", "enqueue", "index", "plan", "rows", "shape")
+    __slots__ = ("allocated", "device", "dtype", "enqueue", "index", "plan", "rows", "scratch", "shape")
 
     def __init__(
         self, device: torch.device, shape: tuple[int, ...], dtype: str, enqueue: Enqueue, plan: Any = None, rows: bool = False,
-        allocates: bool = False, copies: bool = False,
+        allocates: bool = False, scratch: bool = False,
     ) -> None:  # fmt: skip
         self.device, self.shape, self.dtype = device, shape, getattr(torch, dtype)
         self.index = index_of(device)
         self.allocated: Callable[[], Any] = NoneType if allocates else allocator(shape, self.dtype, device)
-        self.enqueue, self.plan, self.rows, self.copies = enqueue, plan, rows, copies
+        self.enqueue, self.plan, self.rows, self.scratch = enqueue, plan, rows, scratch
 
     def __call__(self, a: Any, b: Any, added: Any, out: Any) -> Any:
         """The product, in `out` if given. Raises ShapeError where `out` cannot hold it."""

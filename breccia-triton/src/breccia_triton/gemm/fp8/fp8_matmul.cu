@@ -65,7 +65,7 @@ constexpr bool W_COPIER = W_E8M0 || (COPIERS && W_PLAIN && SCALES == BLOCKS);
 static_assert(!(A_E8M0 || W_E8M0) || (SCALES == BLOCKS && PIECES == 4), "no form");
 static_assert(!COPIERS || PIECES == 1 || (A_E8M0 && W_E8M0), "FP32 scales of 1 x 32 come by TMA");
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
-// Products that are in flight at once, each with registers of its own: as many as registers allow where every instruction has one.
+// Products that are in flight at once, each with registers of its own. Of MX blocks each instruction is one.
 constexpr int FLIGHT = SCALES == BLOCKS && PIECES == 4 && H == 1 && NWG < 3 ? (BN <= 64 ? 4 : BN <= 128 ? 2 : 1) : 1;
 // Columns of one box of the output: 128, 64 or 32 bytes.
 constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -355,7 +355,9 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
                 // Rows of A are copied in CN parts. The part where A ends has a map of its own, of the next multiple of 8 rows.
                 constexpr int PART = BM / CN;
-                auto rows_of = [&](int part) { return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART); };
+                auto rows_of = [&](int part) {
+                    return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART);
+                };
                 const int rows = rows_of(cj);
                 int all = 0;
 #pragma unroll

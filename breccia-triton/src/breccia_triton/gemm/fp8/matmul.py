@@ -116,7 +116,7 @@ def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, p
         added = (added.to(torch.int32) if grouped else added).contiguous()
         run(stream, codes_a, codes_b, scale_a, scale_b, to.data_ptr(), added.data_ptr())
 
-    return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue, copies=left or right)
+    return Executable(device, (*lead, a.shape[-2], b.shape[-1]), out_dtype, enqueue, scratch=left or right)
 
 
 def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped: bool, promote: bool) -> CudaLaunch:

@@ -48,7 +48,7 @@ def decoded(problem: Problem) -> Executable:
         multiply(x if x.ndim == 2 else x.view(problem.m, k), values.mT, y)
         mend[ldx, problem.pitch(to)](stream, *weight, x.data_ptr(), to.data_ptr())
 
-    return problem.executable(enqueue, weight_plans.Decoded())
+    return problem.executable(enqueue, weight_plans.Decoded(), scratch=True)
 
 
 def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
@@ -99,7 +99,7 @@ def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
         product[ldx, ldy, y % 16 == 0](stream, values.data_ptr(), x.data_ptr(), scales.data_ptr(), y, *last)
         mend[ldx, ldy](stream, *weight, x.data_ptr(), y, *last)
 
-    return problem.executable(enqueue, (form, chosen))
+    return problem.executable(enqueue, (form, chosen), scratch=True)
 
 
 def _passes(problem: Problem, pitch: int, levels: int) -> tuple[Callable[..., None], Launches]:

@@ -16,6 +16,7 @@ from breccia import Codec, Device, Format, Integer, Minifloat
 from breccia.backend import BF16, E2M1, E4M3, E5M2, E8M0, F16, F32, TENSOR, Block, Call
 from breccia.internal import fragments
 
+from ... import availability
 from ...launch import compiler
 from ...tuning import roofline
 from ...tuning.choices import block_text, codecs_of
@@ -144,6 +145,16 @@ def available(device: Device) -> str | None:
         capability = ".".join(map(str, device.capability))
         return f"its instructions are those of compute capability 9.0 (Hopper); {device} has {capability}"
     return compiler.missing()
+
+
+def available_to_jax(device: Device) -> str | None:
+    """Why XLA cannot call the kernels, or None."""
+    return availability.missing_for_xla() or available(device)
+
+
+def accepts_in_jax(call: Call) -> str | None:
+    """Why XLA does not call them for these operands, or None."""
+    return availability.refused_by_xla(call) or accepts(call)
 
 
 def accepts(call: Call) -> str | None:

@@ -68,9 +68,11 @@ class Problem:
             weight_format_in(b), block, lead, a.shape[:-1].numel(), n, k, dtype_name(a), out_dtype, added, b.data.device
         )  # fmt: skip
 
-    def executable(self, enqueue: Enqueue, plan: Any) -> Executable:
-        """The product by `enqueue`, whose kernels write rows that lie apart."""
-        return Executable(self.device, (*self.lead, self.n), self.out, enqueue, plan, rows=True)
+    def executable(self, enqueue: Enqueue, plan: Any, scratch: bool = False) -> Executable:
+        """The product by `enqueue`, whose kernels write rows that lie apart. scratch: it takes memory for a decoded weight."""
+        return Executable(
+            self.device, (*self.lead, self.n), self.out, enqueue, plan, rows=True, scratch=scratch or self.k % 8 != 0
+        )
 
     def activations(self, a: Any) -> tuple[Any, int]:
         """(`a` with adjacent numbers in its rows, which begin at multiples of 16 bytes; numbers from one row to the next)."""
