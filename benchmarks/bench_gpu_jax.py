@@ -1,13 +1,14 @@
 """JAX on a CUDA device: compiled casts, products, and steps of a layer in training, beside XLA's own code.
 
 XLA compiles the generic algorithm of the same casts, and BF16 products. Calls are enqueued one after the other, and the last
-one is waited for.
+one is waited for. A compiled function multiplies by several weights, so that little of its time is JAX's own for a call.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -26,9 +27,13 @@ PRODUCTS = {"fp8_current": "fp8_current", "fp8_block": "fp8_block,block_m=128", 
 WEIGHTS = ("int4", "nvfp4", "int8")
 STEPS = ("fp8_current", "fp8_row", "fp8_block", "fp8_tile", "mxfp8")
 #: The side of what is cast, rows of products and the side of their weights; rows, inputs and outputs of the layer in training.
-CAST, ROWS, SIDE, LAYER = 16384, (16, 512, 4096), 8192, (4096, 8192, 8192)
+CAST, ROWS, SIDE, LAYER = 16384, (1, 16, 128, 512, 4096), 8192, (4096, 8192, 8192)
+#: Weights of a compiled function.
+COUNT = 8
 TINY = 256
-OURS, TRITON, GENERIC, BF16 = "breccia", "in Triton", "generic algorithm", "BF16"
+OURS, STORED, TRITON, GENERIC, BF16 = "breccia", "stored weights", "in Triton", "generic algorithm", "BF16"
+#: The storage of those.
+STORAGE = "mma_16x128"
 #: The kernels that arms prefer.
 PREFER = {TRITON: "triton.jax.matmul", GENERIC: "reference.{op}"}
 #: Seconds of a sample, and the most calls of one.
@@ -59,12 +64,16 @@ def products(result: Result) -> Table:
     columns: dict[str, Any] = {
         "operands": "case",
         "rows": "rows",
-        **{f"{arm}, µs": cell("time", arm) for arm in (OURS, TRITON, BF16)},
-        "× BF16": lambda row: over(median(row, BF16), median(row, OURS)),
+        **{f"{arm}, µs": cell("time", arm) for arm in (OURS, STORED, TRITON, BF16)},
+        "× BF16": lambda row: over(median(row, BF16), median(row, STORED) or median(row, OURS)),
         "kernel": "kernel",
     }
-    side = result["options"]["sides"][1]
-    note = f"Products of rows by a weight of {side}×{side}, to BF16, under `jax.jit`; what is quantized has been before. "
+    side, count = result["options"]["sides"][1], result["options"]["weights"]
+    note = (
+        f"Products of rows by {count} weights of {side}×{side}, to BF16, in one function under `jax.jit`: the time of one. "
+        f"What is quantized has been before. {STORED.capitalize()}: in `{STORAGE}`, by `cuda.jax.weight_only`; × BF16 is "
+        "theirs where there are some. "
+    )
     return table("products in JAX on a GPU", columns, rows, note + medians(result) + raised(rows))
 
 
@@ -108,21 +117,22 @@ def elapsed(call: Call, calls: int) -> float:
 
 
 class Waited(Timer):
-    """A timer of calls of JAX, of which the last is waited for."""
+    """A timer of calls of JAX, of which the last is waited for. products: of a call, whose time they share."""
 
-    def fit(self) -> Waited:
+    def fit(self, products: int) -> Waited:
+        self.products = products
         elapsed(self.call, 2)
         self.calls = min(MOST_CALLS, max(1, int(SAMPLE_S / elapsed(self.call, 3))))
         return self
 
     def sample(self) -> None:
-        self.seconds.append(elapsed(self.call, self.calls))
+        self.seconds.append(elapsed(self.call, self.calls) / self.products)
 
 
-def timed(makers: dict[str, Make], samples: int) -> Row:
-    """The times of arms, interleaved, and the errors of those that cannot be called."""
+def timed(makers: dict[str, Make], samples: int, products: int = 1) -> Row:
+    """The times of arms, interleaved, and the errors of those that cannot be called. products: of each call."""
     arms = Arms("cpu")  # torch's events and streams are not JAX's
-    arms.add(makers, lambda call, device: Waited(call, device).fit())
+    arms.add(makers, lambda call, device: Waited(call, device).fit(products))
     sampled(arms.timers.values(), samples)
     return arms.times(every=False)
 
@@ -158,21 +168,28 @@ def cast_row(what: str, spec: str, side: int, samples: int) -> Row:
 
 
 def product_row(first: str, second: str, rows: int, side: int, samples: int) -> Row:
-    x, w = random((rows, side), 1), random((side, side), 2)
+    x, weights = random((rows, side), 1), [random((side, side), seed) for seed in range(2, 2 + COUNT)]
     arrays = first == BF16
+    a = x if arrays else breccia.cast(x, first)
     # The weights of BF16 arrays are as layers of JAX keep them, K first; .mT of arrays is a copy outside of compiled functions.
-    a, b = (x, breccia.cast(w.T, second, axis=-2)) if arrays else (breccia.cast(x, first), breccia.cast(w, second))
+    factors = [breccia.cast(w.T, second, axis=-2) if arrays else breccia.cast(w, second) for w in weights]
 
     def factor(b: Any) -> Any:
         return b if arrays else b.mT
 
-    def product(prefer: str | None) -> Make:
-        return jitted(lambda a, b: breccia.matmul(a, factor(b), "bfloat16", prefer=prefer), a, b)
+    def products(a: Any, factors: list[Any], prefer: str | None = None) -> list[Any]:
+        return [breccia.matmul(a, factor(b), "bfloat16", prefer=prefer) for b in factors]
 
-    makers = {OURS: product(None), TRITON: product(PREFER[TRITON]), BF16: jitted(lambda x, w: x @ w.T, x, w)}
-    kernel = breccia.explain("matmul", a, factor(b)).running
+    makers = {
+        OURS: jitted(products, a, factors),
+        TRITON: jitted(partial(products, prefer=PREFER[TRITON]), a, factors),
+        BF16: jitted(lambda x, weights: [x @ w.T for w in weights], x, weights),
+    }
+    if arrays:
+        makers[STORED] = jitted(products, a, [breccia.cast(w, second).to_storage(STORAGE).mT for w in weights])
+    kernel = breccia.explain("matmul", a, factor(factors[0])).running
     case = first if first == second else f"{first} by {second}"
-    return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(makers, samples)}
+    return {"what": "product", "case": case, "rows": rows, "kernel": kernel, **timed(makers, samples, COUNT)}
 
 
 def step_row(preset: str, shape: tuple[int, int, int], samples: int) -> Row:
@@ -213,7 +230,7 @@ def jax(
     works += [lambda preset=preset: step_row(preset, layer, samples) for preset in STEPS]
     works += [lambda spec=spec: cast_row("cast", spec, cast, samples) for spec in CASTS]
     works += [lambda spec=spec: cast_row("pair", spec, cast, samples) for spec in PAIRS]
-    options = {"device": device, "samples": samples, "sides": (cast, side, layer), "jax": jax.__version__}
+    options = {"device": device, "samples": samples, "sides": (cast, side, layer), "weights": COUNT, "jax": jax.__version__}
     run, rows = where(device), list[Row]()
     for work in progress(works, "jax"):
         rows.append(work())
