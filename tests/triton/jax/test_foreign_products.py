@@ -32,6 +32,7 @@ from breccia import Device, ScaledTensor  # noqa: E402
 from breccia.backend import Metadata, product_options, targets  # noqa: E402
 from breccia.kernels import bounds  # noqa: E402
 from breccia_jax import ops, primitive  # noqa: E402
+from breccia_jax.weights import quantized  # noqa: E402
 from breccia_triton import availability  # noqa: E402
 from breccia_triton.gemm.bf16 import plans as through_bf16  # noqa: E402
 from breccia_triton.gemm.fp8 import plans  # noqa: E402
@@ -278,28 +279,25 @@ def test_a_batch_of_vmap_shares_a_stored_weight() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
 @pytest.mark.parametrize("spec", ["int4", "nvfp4"])
-def test_layers_multiply_by_the_codes_of_stored_weights(spec: str) -> None:
-    """What `to_storage` chooses here, of two layers under `vmap` and `scan`, in FP32 from BF16 inputs."""
-    linen = pytest.importorskip("flax.linen")
-    from breccia_jax.flax import quantize
+def test_parameters_in_the_storage_of_products_are_multiplied_by_codes(spec: str) -> None:
+    """What `to_storage` chooses here: as layers of Flax multiply, and under `scan` and `vmap`."""
+    x, kernel = (jnp.asarray(np.random.default_rng(n).standard_normal((n, 256)), jnp.bfloat16) for n in (4, 256))
+    weight = breccia_jax.to_storage(quantized(kernel, breccia.recipe(spec), (0,)))
+    assert weight.tensor.storage == STORAGE and weight.shape == (256, 256)
 
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 256)), jnp.bfloat16)
-    dense = linen.Dense(256, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    plain, _ = quantize(dense.init(jax.random.key(0), x), {"*": spec})
-    stored = breccia_jax.to_storage(plain)
-    tensor = stored["params"]["kernel"].tensor
-    assert tensor.storage == STORAGE
-    y, w = compiled(dense.apply, stored, x), np.asarray(breccia.dequantize(tensor), np.float64)
-    exact = np.asarray(x, np.float64) @ w
-    size = np.abs(np.asarray(x, np.float64)) @ np.abs(w)
+    def multiplied(x: Any, weight: Any) -> Any:
+        return (x @ weight) / 16
+
+    y, w = compiled(multiplied, x, weight), np.asarray(breccia.dequantize(weight.tensor), np.float64)
+    exact, size = (a @ b / 16 for a, b in ((np.asarray(x, np.float64), w), (np.abs(np.asarray(x, np.float64)), np.abs(w))))
     assert (np.abs(y - exact) <= bounds.accumulated(size, 257, 256, True) + 2.0**-8 * np.abs(exact)).all()
-    layers = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored)
+    layers = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), weight)
 
     def scanned(layers: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda x, layer: (dense.apply(layer, x), None), x, layers)[0]
+        return jax.lax.scan(lambda x, layer: (multiplied(x, layer), None), x, layers)[0]
 
-    assert np.array_equal(compiled(scanned, layers, x), compiled(lambda s, x: dense.apply(s, dense.apply(s, x)), stored, x))
-    assert np.array_equal(compiled(jax.vmap(dense.apply, in_axes=(None, 0)), stored, x), y)
+    assert np.array_equal(compiled(scanned, layers, x), compiled(lambda w, x: multiplied(multiplied(x, w), w), weight, x))
+    assert np.array_equal(compiled(jax.vmap(multiplied, in_axes=(0, None)), x[:, None], weight)[:, 0], y)
 
 
 def test_weights_of_xla_count_as_written_just_now() -> None:
