@@ -346,6 +346,20 @@ def test_blocks_of_zeros_and_nan_are_not_flagged(spec: str) -> None:
         assert flags_of(x, second)[0].nonzero()[:, 0].tolist() == [0, 1 + 3]
 
 
+def test_flags_of_columns_with_k_first_are_theirs() -> None:
+    st = breccia.cast(torch.zeros(64, 70, device=DEVICE), "mxfp8", axis=-2)
+    codes = st.data.view(torch.uint8).contiguous()  # a cast writes K last
+    codes[:32, 21] = 1
+    small = with_scale(replaced(st, data=codes.view(st.data.dtype)), (0, 21), 0)
+    assert flags_of(small, True)[0].nonzero()[:, 0].tolist() == [0, 1 + 21]
+    w = torch.zeros(20, 64, device=DEVICE)
+    w[:, :32] = 2.0**100
+    large = breccia.cast(w, "mxfp8")
+    product = multiplied(large, small)
+    assert product[:, 21].any()
+    check(product, large, small)
+
+
 @pytest.mark.parametrize("spec", [*IN_TURN, *NVFP4[:1]])
 def test_nan_and_inf_reach_exactly_the_rows_and_columns_that_they_are_in(spec: str) -> None:
     a, w = operand((70, 64), spec, 1), operand((20, 64), "mxfp8", 2)

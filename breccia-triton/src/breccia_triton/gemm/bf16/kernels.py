@@ -18,6 +18,8 @@ from ...tiles import decoded, tile_of_program
 
 #: The FP32 bits of 2^-102: the last significant bit of numbers from there on is a normal number.
 NORMAL_LAST_BIT = tl.constexpr((127 - 102) << 23)
+#: Columns whose flags a thread writes at once.
+RUN = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,13 @@ def exact_kernel(
             )
         tl.store(out + to, high, mask=exists)
         tl.store(out + to + step, low, mask=exists)
-    # One store for each element, almost all of them masked: a reduction over the tile takes longer than the pass itself.
+    # A thread has columns next to each other where K is last: they share a store. Elsewhere each element has one, almost all of
+    # them masked. A reduction over the tile takes longer than the pass itself.
     inexact = inexact & exists
+    SOME: tl.constexpr = min(RUN, COLUMNS) if D.k_last else 1
     if D.k_last:
-        lines = tl.broadcast_to((first + matrix * rows + row)[:, None], (ROWS, COLUMNS))
+        inexact = tl.max(tl.reshape(inexact.to(tl.int32), (ROWS, COLUMNS // SOME, SOME)), 2) != 0
+        lines = tl.broadcast_to((first + matrix * rows + row)[:, None], (ROWS, COLUMNS // SOME))
     else:
         lines = tl.broadcast_to((first + matrix * columns + column)[None, :], (ROWS, COLUMNS))
     tl.store(flags + 1 + lines, 1, mask=inexact)
