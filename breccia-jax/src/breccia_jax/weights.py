@@ -33,7 +33,8 @@ class ScaledWeight:
     dtype: the dtype name of the parameter's values.
 
     A pytree node. JAX and Flax read its values where a model reads the parameter: `weight.unbox()` decodes them. `weight @ x`
-    and `x @ weight` multiply by the codes, where a kernel does.
+    and `breccia.matmul(x, weight)` multiply by the codes, where a kernel does; in `x @ weight` an array of JAX asks for the
+    values first.
     """
 
     tensor: ScaledTensor

@@ -280,24 +280,26 @@ def test_a_batch_of_vmap_shares_a_stored_weight() -> None:
 @pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
 @pytest.mark.parametrize("spec", ["int4", "nvfp4"])
 def test_parameters_in_the_storage_of_products_are_multiplied_by_codes(spec: str) -> None:
-    """What `to_storage` chooses here: as layers of Flax multiply, and under `scan` and `vmap`."""
-    x, kernel = (jnp.asarray(np.random.default_rng(n).standard_normal((n, 256)), jnp.bfloat16) for n in (4, 256))
-    weight = breccia_jax.to_storage(quantized(kernel, breccia.recipe(spec), (0,)))
+    """What `to_storage` chooses here: as layers multiply, and under `scan` and `vmap`."""
+    rows, kernel = (jnp.asarray(np.random.default_rng(n).standard_normal((n, 256)), jnp.bfloat16) for n in (4, 256))
+    weight = breccia_jax.to_storage(quantized(kernel, breccia.recipe(spec), (1,)))
     assert weight.tensor.storage == STORAGE and weight.shape == (256, 256)
 
-    def multiplied(x: Any, weight: Any) -> Any:
-        return (x @ weight) / 16
+    def multiplied(weight: Any, x: Any) -> Any:
+        return (weight @ x) / 16
 
-    y, w = compiled(multiplied, x, weight), np.asarray(breccia.dequantize(weight.tensor), np.float64)
-    exact, size = (a @ b / 16 for a, b in ((np.asarray(x, np.float64), w), (np.abs(np.asarray(x, np.float64)), np.abs(w))))
+    y, w = compiled(multiplied, weight, rows.T), np.asarray(breccia.dequantize(weight.tensor), np.float64)
+    x = np.asarray(rows, np.float64).T
+    exact, size = w @ x / 16, np.abs(w) @ np.abs(x) / 16
     assert (np.abs(y - exact) <= bounds.accumulated(size, 257, 256, True) + 2.0**-8 * np.abs(exact)).all()
     layers = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), weight)
 
     def scanned(layers: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda x, layer: (multiplied(x, layer), None), x, layers)[0]
+        return jax.lax.scan(lambda x, layer: (multiplied(layer, x), None), x, layers)[0]
 
-    assert np.array_equal(compiled(scanned, layers, x), compiled(lambda w, x: multiplied(multiplied(x, w), w), weight, x))
-    assert np.array_equal(compiled(jax.vmap(multiplied, in_axes=(0, None)), x[:, None], weight)[:, 0], y)
+    twice = compiled(lambda w, x: multiplied(w, multiplied(w, x)), weight, rows[0])
+    assert np.array_equal(compiled(scanned, layers, rows[0]), twice)
+    assert np.array_equal(compiled(jax.vmap(multiplied, in_axes=(None, 0)), weight, rows), y.T)
 
 
 def test_weights_of_xla_count_as_written_just_now() -> None:
