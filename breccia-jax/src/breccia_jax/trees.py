@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import tree_util
+from jax.core import Tracer
 
 import breccia
 from breccia import BrecciaError, OptionError, Policy, ScaledTensor, ScalingRecipe, UnsupportedError
@@ -107,7 +108,7 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
             return leaf.unbox(dtype)
         return breccia.dequantize(leaf, out_dtype=dtype or "float32") if _is_scaled(leaf) else leaf
 
-    return jax.tree.map(values, params, is_leaf=lambda leaf: _is_scaled(leaf) or isinstance(leaf, ScaledWeight))
+    return jax.tree.map(values, params, is_leaf=_is_weight)
 
 
 def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") -> Tree:
@@ -130,7 +131,7 @@ def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") ->
     container.register()
 
     def stored(path: Any, leaf: Any) -> Any:
-        if not (_is_scaled(leaf) or isinstance(leaf, ScaledWeight)):
+        if not _is_weight(leaf):
             return leaf
         st = leaf.tensor if isinstance(leaf, ScaledWeight) else leaf
         try:
@@ -140,7 +141,7 @@ def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") ->
             raise UnsupportedError(f"to_storage: {name}: {e}", **e.found) from e
         return replace(leaf, tensor=st) if isinstance(leaf, ScaledWeight) else st
 
-    return tree_util.tree_map_with_path(stored, params, is_leaf=lambda leaf: _is_scaled(leaf) or isinstance(leaf, ScaledWeight))
+    return tree_util.tree_map_with_path(stored, params, is_leaf=_is_weight)
 
 
 def _for_products(st: ScaledTensor, dtype: Any) -> str:
@@ -148,7 +149,7 @@ def _for_products(st: ScaledTensor, dtype: Any) -> str:
     if st.ndim < 2:
         return st.storage
     matrix = st.to_plain()[(0,) * (st.ndim - 2)] if st.ndim > 2 else st.to_plain()
-    place = None if isinstance(matrix.data, jax.core.Tracer) else next(iter(matrix.data.devices()))
+    place = None if isinstance(matrix.data, Tracer) else next(iter(matrix.data.devices()))
     x = jnp.zeros((1, matrix.shape[matrix.axis]), dtype, device=place)
     return storing.for_products(matrix, x).storage
 
@@ -206,6 +207,10 @@ def combine(dense: Tree, scaled: Tree) -> Tree:
 
 def _is_scaled(leaf: Any) -> bool:
     return isinstance(leaf, ScaledTensor)
+
+
+def _is_weight(leaf: Any) -> bool:
+    return isinstance(leaf, ScaledTensor | ScaledWeight)
 
 
 def _described(path: str, leaf: Any, axis: int) -> Parameter:

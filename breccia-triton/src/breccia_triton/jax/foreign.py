@@ -201,7 +201,11 @@ def _enqueue(host: bool, text: str, arguments: tuple[int, ...], results: tuple[i
     enqueue(stream)
 
 
-_read = lru_cache(maxsize=1024)(json.loads)
+@lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[str, list[tuple[Metadata | None, Shapes]], Shapes, Shape, str]:
+    """(The op, the operands, what is added to the call, the shape and dtype of the result) of a product."""
+    op, operands, *rest = json.loads(text)
+    return op, [(None if metadata is None else Metadata.from_json(metadata), each) for metadata, each in operands], *rest
 
 
 def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, Any, Any, Any, Any]:
@@ -212,10 +216,10 @@ def _tensors(text: str, addresses: tuple[int, ...], device: str) -> tuple[str, A
     def tensors(shapes: Shapes) -> list[Any]:
         return [tensor_at(next(each), shape, dtype, device) for _, shape, dtype in shapes]
 
-    def operand(metadata: str | None, shapes: Shapes) -> Any:
+    def operand(metadata: Metadata | None, shapes: Shapes) -> Any:
         # Inference mode does not count changes. So a weight is never taken for one that was written before the kernel ahead.
         with torch.inference_mode():
-            return tensor_of(None if metadata is None else Metadata.from_json(metadata), shapes, tensors(shapes))
+            return tensor_of(metadata, shapes, tensors(shapes))
 
     a, b = (operand(*described) for described in operands)
     (more,) = tensors(added) or (None,)
@@ -239,8 +243,8 @@ def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Ca
             if isinstance(executable, str):
                 raise KernelError(f"XLA called a product through BF16 that has no kernel: {executable}. Prefer another kernel.")
         elif b.layout.storage != PLAIN:
-            grouped = op == "grouped_matmul"
-            executable = weight_only.grouped(a, b, dtype) if grouped else weight_only.executable(a, b, added, dtype)
+            make = weight_only.prepared_for_groups if op == "grouped_matmul" else weight_only.prepared
+            executable = make(a, b, added, dtype)
         else:
             bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
             executable = fp8.prepared(a, b, bias, dtype, offsets)

@@ -33,6 +33,22 @@ from .problem import Launches, Problem, Weight, addresses_of, sizes, stored
 def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`a @ b + bias` as `breccia.matmul` documents it. a: (..., M, K); b: a weight's transpose, (K, N)."""
     out_dtype, bias, out = options
+    call = prepared(a, b, bias, out_dtype)
+    return call(a, b, bias, out) if isinstance(call, Executable) else call(a, b, options)
+
+
+def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
+    """`grouped_matmul` as `breccia.grouped_matmul` documents it. The device reads `offsets`; the host waits for nothing.
+
+    a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
+    """
+    out_dtype, _, out = options
+    call = prepared_for_groups(a, b, offsets, out_dtype)
+    return call(a, b, offsets, out) if isinstance(call, Executable) else call(a, b, offsets, options)
+
+
+def prepared(a: Any, b: Any, bias: Any, out_dtype: str) -> Any:
+    """The product of operands with these facts, made where no earlier call had them; or the generic algorithm."""
     data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
         a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
@@ -46,15 +62,11 @@ def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any
         # Zero-points of other libraries may have any dtype, which no fact of a call says.
         taken = points is None or points.dtype == torch.uint8
         call = _calls.keep(key, executable(a, b, bias, out_dtype) if taken else storages.matmul)
-    return call(a, b, bias, out) if isinstance(call, Executable) else call(a, b, options)
+    return call
 
 
-def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT32) -> Any:
-    """`grouped_matmul` as `breccia.grouped_matmul` documents it. The device reads `offsets`; the host waits for nothing.
-
-    a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
-    """
-    out_dtype, _, out = options
+def prepared_for_groups(a: Any, b: Any, offsets: Any, out_dtype: str) -> Any:
+    """Likewise for `grouped_matmul`."""
     data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
         "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
@@ -67,7 +79,7 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
         need_one_device(a.device, [*parts_of("b", b), ("offsets", offsets)])
         taken = points is None or points.dtype == torch.uint8
         call = _calls.keep(key, grouped(a, b, out_dtype) if taken else storages.grouped_matmul)
-    return call(a, b, offsets, out) if isinstance(call, Executable) else call(a, b, offsets, options)
+    return call
 
 
 def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans.Algorithm | None = None) -> Executable:
