@@ -154,8 +154,9 @@ def load(folder: Path, known: Iterable[str]) -> dict[str, list[tuple[str, Result
     return found
 
 
-#: Options in which runs that are joined may differ. The joined result has the smallest number of samples.
-_EXTENT = ("shapes", "samples")
+#: Options in which runs that are joined may differ: which rows they have, and what of them. The joined result has the smallest
+#: number of samples.
+_EXTENT = ("shapes", "samples", "bursts")
 
 
 def _told(option: Any) -> Any:
