@@ -1083,6 +1083,9 @@ def test_weights_of_a_tree_are_put_into_a_storage_and_back() -> None:
     again = breccia_jax.to_storage(stored, "plain")
     assert breccia.bytes_equal(again["b"], scaled["b"]) and jax.tree.structure(again) == jax.tree.structure(scaled)
     assert breccia_jax.to_storage(scaled)["b"].storage == "plain", "no kernel of CPUs reads another one"
+    vector, array = breccia.cast(jnp.ones(128), "fp8_current"), breccia.cast(np.ones((64, 128), np.float32), "int4")
+    left = breccia_jax.to_storage({"vector": vector, "of NumPy": array})
+    assert left["vector"].storage == left["of NumPy"].storage == "plain"
 
 
 def test_the_storage_of_weights_is_what_the_kernel_of_their_products_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") ->
 
 def _for_products(st: ScaledTensor, dtype: Any) -> str:
     """The storage that the kernel of products by a weight reads, or by each of its matrices."""
-    if st.ndim < 2:
+    if st.ndim < 2 or st.framework != "jax":
         return st.storage
     matrix = st.to_plain()[(0,) * (st.ndim - 2)] if st.ndim > 2 else st.to_plain()
     place = None if isinstance(matrix.data, Tracer) else next(iter(matrix.data.devices()))

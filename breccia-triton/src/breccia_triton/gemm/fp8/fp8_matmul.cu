@@ -54,6 +54,7 @@ constexpr bool TURNED = ELEMENT == 2;   // out[N,M]
 static_assert(ELEMENT == 1 ? SCALES != ROWS && SPAN == 1 : (SCALES == ROWS ? !A_PLAIN : SCALES == OUTER) && !GROUPED, "no form");
 static_assert(STAGES >= 2 * SPAN && (SPAN == 1 || PIECES == 1), "a step awaits the next one's stages, then releases its own");
 static_assert(STAGES % SPAN == 0, "stages of a step are side by side in the ring");
+constexpr int A_PART = BM / CN;  // rows of A that one of the blocks that share it copies
 constexpr int A_BYTES = BM * 128, W_BYTES = BN * 128, STAGE_BYTES = A_BYTES + W_BYTES;
 constexpr int rounded_up(int n) { return (n + 127) / 128 * 128; }
 // Bytes of a row's scales in a stage: of four pieces, of four steps (TMA's least box), or of this step.
@@ -65,7 +66,8 @@ constexpr bool W_COPIER = W_E8M0 || (COPIERS && W_PLAIN && SCALES == BLOCKS);
 static_assert(!(A_E8M0 || W_E8M0) || (SCALES == BLOCKS && PIECES == 4), "no form");
 static_assert(!COPIERS || PIECES == 1 || (A_E8M0 && W_E8M0), "FP32 scales of 1 x 32 come by TMA");
 constexpr int SW_ROOM = rounded_up(SW_BYTES);
-// Products that are in flight at once, each with registers of its own. Of MX blocks each instruction is one.
+// Products that are in flight at once, each with registers of its own. With blocks of 1 x 32 a product is one instruction, after
+// which the tensor core would wait for a promotion.
 constexpr int FLIGHT = SCALES == BLOCKS && PIECES == 4 && H == 1 && NWG < 3 ? (BN <= 64 ? 4 : BN <= 128 ? 2 : 1) : 1;
 // Columns of one box of the output: 128, 64 or 32 bytes.
 constexpr int BOX = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -353,16 +355,15 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (int t = first_tile; walk.seek(args, t, tile); t += clusters) {
                 const int row = tile.row + ci * BM, column = tile.column + cj * BN;
                 const int za = GROUPED ? 0 : tile.matrix * args.a_matrix, zw = tile.matrix * args.w_matrix;
-                // Rows of A are copied in CN parts. The part where A ends has a map of its own, of the next multiple of 8 rows.
-                constexpr int PART = BM / CN;
+                // The part where A ends has a map of its own, of the next multiple of 8 rows.
                 auto rows_of = [&](int part) {
-                    return GROUPED ? PART : min(max((args.M - row - part * PART + 7) & ~7, 0), PART);
+                    return GROUPED ? A_PART : min(max((args.M - row - part * A_PART + 7) & ~7, 0), A_PART);
                 };
                 const int rows = rows_of(cj);
                 int all = 0;
 #pragma unroll
                 for (int part = 0; part < CN; part++) all += rows_of(part);
-                const TensorMap* const map = rows == PART ? &map_a : &map_a_end;
+                const TensorMap* const map = rows == A_PART ? &map_a : &map_a_end;
 #pragma unroll 1
                 for (int k = SPAN * k0; k < SPAN * k1; k++) {
                     const u32 a = ring + stage * STAGE_BYTES, w = a + A_BYTES, bar = full + 8 * stage;
@@ -373,7 +374,7 @@ fp8_matmul(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
                     // Each of the blocks that share an operand copies one part of it, to all of them.
                     if (rows > 0) {
                         if (CN == 1) copy(a, map, k * WIDTH, row, za, bar);
-                        else copy_to_all(a + cj * (A_BYTES / CN), map, k * WIDTH, row + cj * PART, za, bar,
+                        else copy_to_all(a + cj * (A_BYTES / CN), map, k * WIDTH, row + cj * A_PART, za, bar,
                                          (u16)(((1 << CM * CN) - 1) / ((1 << CM) - 1) << ci << ck * CM * CN));
                     }
                     if (CM == 1) copy(w, &map_w, k * WIDTH, column, zw, bar);
