@@ -204,6 +204,30 @@ def test_a_batch_of_vmap_is_one_product(first: str, mapped: tuple[int | None, in
     agree(product, np.stack([in_torch("matmul", a, b) for a, b in zip(*tensors, strict=True)]))
 
 
+@pytest.mark.parametrize(
+    ("spec", "mapped", "one"),
+    [("mxfp8", (0, 0), True), ("mxfp8", (0, None), True), ("nvfp4", (0, None), False), ("nvfp4", (None, 0), False)],
+)
+def test_batches_through_bf16_have_no_scale_of_the_tensor(spec: str, mapped: tuple[int | None, int | None], one: bool) -> None:
+    """Each example of NVFP4 has a global scale of its own."""
+    a, b = (
+        jax.vmap(lambda x: breccia.cast(x, spec))(
+            jnp.asarray(np.random.default_rng(rows).standard_normal((3, rows, 256)), jnp.float32)
+        )
+        for rows in (48, 40)
+    )
+    a, b = (jax.tree.map(lambda leaf: leaf[0], st) if axis is None else st for st, axis in zip((a, b), mapped, strict=True))
+    product = jax.jit(jax.vmap(lambda a, b: foreign.matmul_bf16(a, b.mT), in_axes=mapped))
+    assert (TARGET in product.lower(a, b).compile().as_text()) == one
+    x, y = (
+        np.stack([np.asarray(breccia.dequantize(jax.tree.map(lambda leaf, n=n: leaf[n], st))) for n in range(3)])
+        if axis == 0
+        else np.asarray(breccia.dequantize(st))
+        for st, axis in zip((a, b), mapped, strict=True)
+    )
+    within_the_bound(product(a, b), x, y, False)
+
+
 def test_batches_that_no_call_of_the_kernel_has_go_to_the_generic_algorithm() -> None:
     """A batch of biases; leading axes that do not broadcast; groups."""
     a, b = operands("fp8_block", "fp8_block,block_m=128", lead=(3,))

@@ -27,6 +27,7 @@ from breccia import KernelError, ScaledTensor
 from breccia.backend import (
     FLOAT32,
     PLAIN,
+    TENSOR,
     Metadata,
     ProductOptions,
     Shape,
@@ -134,8 +135,11 @@ class Product(OnGPU):
         leads = [placeholder(*each).shape[:-2] for each in ((self.a, self.first), (self.b, self.second))]
         if self.op == "grouped_matmul" or mapped[2]:
             return None
-        if mapped[1] and self.b is not None and self.b.layout.storage != PLAIN:
-            return None
+        for metadata, has_examples in zip((self.a, self.b), mapped, strict=False):
+            if metadata is None or not has_examples:
+                continue
+            if metadata.layout.storage != PLAIN or (self.op == THROUGH_BF16 and _has_tensor_scale(metadata)):
+                return None
         if mapped[0] and mapped[1]:
             if leads[0] != leads[1]:
                 return None
@@ -172,6 +176,11 @@ class Product(OnGPU):
         # Another process may read it: JAX keeps what it has compiled on disk.
         text = json.dumps([self.op, operands, self.added, shape, dtype], separators=(",", ":"))
         return [jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))(*arrays, call=text)]
+
+
+def _has_tensor_scale(operand: Metadata) -> bool:
+    """Whether an operand has a scale of the whole tensor: each example has its own, and decoding to BF16 reads one."""
+    return operand.recipe.format.global_scale is not None or operand.layout.block(operand.axis) == TENSOR
 
 
 @lru_cache
