@@ -1084,8 +1084,11 @@ def test_weights_of_a_tree_are_put_into_a_storage_and_back() -> None:
     assert breccia.bytes_equal(again["b"], scaled["b"]) and jax.tree.structure(again) == jax.tree.structure(scaled)
     assert breccia_jax.to_storage(scaled)["b"].storage == "plain", "no kernel of CPUs reads another one"
     vector, array = breccia.cast(jnp.ones(128), "fp8_current"), breccia.cast(np.ones((64, 128), np.float32), "int4")
-    left = breccia_jax.to_storage({"vector": vector, "of NumPy": array})
-    assert left["vector"].storage == left["of NumPy"].storage == "plain"
+    none = breccia.cast(jnp.ones((0, 64, 128)), "int4")
+    left = breccia_jax.to_storage({"vector": vector, "of NumPy": array, "none": none})
+    assert {leaf.storage for leaf in left.values()} == {"plain"}
+    some = breccia_jax.to_storage(scaled, "mma_16x128", lambda path, leaf: path == "a/kernel" and leaf.ndim == 2)
+    assert some["a"]["kernel"].storage == "mma_16x128" and some["b"].storage == "plain"
 
 
 def test_the_storage_of_weights_is_what_the_kernel_of_their_products_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ eqx = pytest.importorskip("equinox")
 pytest.importorskip("breccia_native.xla_calls", reason="needs breccia-native, built with a C compiler")
 import jax.numpy as jnp  # noqa: E402
 
-from breccia_jax import ScaledWeight, to_storage  # noqa: E402
+from breccia_jax import ScaledWeight, cpu, to_storage  # noqa: E402
 from breccia_jax import equinox as be  # noqa: E402
 from breccia_jax import flax as bf  # noqa: E402
 
@@ -210,6 +211,15 @@ def test_layers_with_stored_weights_have_the_same_values() -> None:
     assert changed.weight.tensor.storage == name
     w, bias = np.asarray(breccia.dequantize(layer.weight.tensor)).T, np.asarray(layer.layer.bias)
     assert within(jax.vmap(changed)(x), x, w, bias)
+
+
+def test_a_kernel_for_the_storage_of_a_weight_multiplies_by_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = breccia.cast(jnp.ones((128, 64)), "int4", axis=-2)
+    kernel = SimpleNamespace(eager=False, reads=("mma_16x128",))
+    monkeypatch.setattr(cpu, "_chosen", lambda *operands: SimpleNamespace(kernel=kernel))
+    assert cpu.multiplies(X, weight.to_storage("mma_16x128")) and not cpu.multiplies(X, weight)
+    kernel.reads = ("*",)
+    assert not cpu.multiplies(X, weight.to_storage("mma_16x128")), "it would decode the weight"
 
 
 def test_a_weight_is_an_operand_of_the_matrix_product() -> None:

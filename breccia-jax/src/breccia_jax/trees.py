@@ -111,15 +111,17 @@ def dequantize(params: Tree, dtype: Any = None) -> Tree:
     return jax.tree.map(values, params, is_leaf=_is_weight)
 
 
-def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") -> Tree:
+def to_storage(params: Tree, storage: str = AUTO, filter: Filter | None = None, *, dtype: Any = "bfloat16") -> Tree:
     """Put the ScaledTensors and ScaledWeights of a tree into a storage; other leaves stay.
 
     storage: the name of one, as in `ScaledTensor.to_storage`. "auto" is the one that the kernel of products of a weight reads,
         with inputs of `dtype` on the device of the weight: "mma_16x128" on Hopper GPUs for formats that are decoded in
-        registers (INT4, NVFP4, MXFP4, INT8, FP8), otherwise "plain".
+        registers (INT4, NVFP4, MXFP4, INT8, FP8), otherwise "plain". It leaves vectors, and tensors of other frameworks.
+    filter: called with the path and each such leaf, as in filter("params/Dense_0/kernel", leaf); true for those to rearrange.
+        By default all.
 
-    Products by stored weights are for inference: what reads the values of one, as the gradient of a layer's input does,
-    rearranges it each time.
+    It is for products in inference. What reads the values of a stored weight rearranges it each time: a lookup in an
+    embedding, a convolution, a layer that computes in FP32, the gradient of a layer's input.
 
     Raises UnknownNameError for an unknown storage, and UnsupportedError, naming the leaf, where it cannot hold a weight.
 
@@ -131,13 +133,13 @@ def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") ->
     container.register()
 
     def stored(path: Any, leaf: Any) -> Any:
-        if not _is_weight(leaf):
+        name = tree_util.keystr(path, simple=True, separator="/")
+        if not _is_weight(leaf) or (filter is not None and not filter(name, leaf)):
             return leaf
         st = leaf.tensor if isinstance(leaf, ScaledWeight) else leaf
         try:
             st = st.to_storage(_for_products(st, dtype) if storage == AUTO else storage)
         except UnsupportedError as e:
-            name = tree_util.keystr(path, simple=True, separator="/")
             raise UnsupportedError(f"to_storage: {name}: {e}", **e.found) from e
         return replace(leaf, tensor=st) if isinstance(leaf, ScaledWeight) else st
 
@@ -146,7 +148,7 @@ def to_storage(params: Tree, storage: str = AUTO, *, dtype: Any = "bfloat16") ->
 
 def _for_products(st: ScaledTensor, dtype: Any) -> str:
     """The storage that the kernel of products by a weight reads, or by each of its matrices."""
-    if st.ndim < 2 or st.framework != "jax":
+    if st.ndim < 2 or 0 in st.shape or st.framework != "jax":
         return st.storage
     matrix = st.to_plain()[(0,) * (st.ndim - 2)] if st.ndim > 2 else st.to_plain()
     place = None if isinstance(matrix.data, Tracer) else next(iter(matrix.data.devices()))

@@ -281,6 +281,17 @@ def test_products_by_stored_weights_are_those_of_torch(spec: str, rows: int, dty
         within_the_bound(product, x.astype(np.float32), w, ON_GPU, added[0])
 
 
+def test_zero_points_of_other_dtypes_go_to_the_generic_algorithm() -> None:
+    w, x = weight_and_rows("int4,signed=false,symmetric=false", 16)
+    plain = moved(w, "jax")
+    wide = ScaledTensor(
+        plain.data, plain.scale, plain.recipe, plain.layout, zero_point=plain.zero_point.astype(jnp.int32), shape=plain.shape
+    ).to_storage(STORAGE)
+    product = jax.jit(lambda x, w: foreign.weight_only_matmul(x, w.mT))
+    assert TARGET not in product.lower(x, wide).compile().as_text()
+    within_the_bound(product(x, wide), x.astype(np.float32), w, False)
+
+
 def test_groups_of_rows_by_stored_weights_are_those_of_torch() -> None:
     w, x = weight_and_rows("int4", 48, lead=(3,))
     ends = np.array([16, 16, 48], np.int32)

@@ -62,9 +62,10 @@ def test_products_through_bf16_count_the_time_of_the_host_where_the_fp8_kernel_r
         a, w = cast(first, 256, 256), cast(second, 128, 256)
         return bf16_plans.score(Call(OPERATIONS["matmul"], "torch", (a, w.mT, None, FLOAT32, None)))
 
-    assert score("mxfp8", "mxfp8") < 50e-6  # this torch has no CUDA, or no Hopper GPU
+    monkeypatch.setattr(fp8_plans, "available", lambda device: "no GPU")
+    assert score("mxfp8", "mxfp8") < 50e-6
     monkeypatch.setattr(fp8_plans, "available", lambda device: None)
-    assert score("mxfp8", "mxfp8") == 110e-6
+    assert score("mxfp8", "mxfp8") == 125e-6
     assert score("mxfp8", "mxfp4") < 50e-6, "no FP8 kernel multiplies these"
 
 

@@ -72,7 +72,8 @@ def matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 def weight_only_matmul(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
     """`matmul` as `breccia.matmul` documents it, of an array by the transpose of a weight in storage "mma_16x128"."""
     checks.check_matmul(a, b, options.bias)
-    product = _product("matmul", a, b.mT, {} if options.bias is None else {"bias": options.bias}, options)
+    added = {} if options.bias is None else {"bias": options.bias}
+    product = _product("matmul", a, b.mT, added, options) if _has_points_of_bytes(b) else None
     return composites.matmul(a, b.to_plain(), options) if product is None else product
 
 
@@ -80,8 +81,13 @@ def grouped_matmul(a: Any, b: Any, offsets: Any, options: ProductOptions = FLOAT
     """`grouped_matmul` as `breccia.grouped_matmul` documents it, of FP8 tensors, or by weights in storage "mma_16x128"."""
     checks.check_grouped(a, b, offsets)
     ends = jnp.asarray(offsets, jnp.int32) if is_array(offsets) else offsets
-    product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options)
+    product = _product("grouped_matmul", a, b.mT, {"offsets": ends}, options) if _has_points_of_bytes(b) else None
     return composites.grouped_matmul(a, b.to_plain(), offsets, options) if product is None else product
+
+
+def _has_points_of_bytes(b: ScaledTensor) -> bool:
+    """Whether zero-points, if there are any, have the dtype that the kernels of stored weights read."""
+    return b.zero_point is None or b.layout.storage == PLAIN or dtype_name(b.zero_point) == "uint8"
 
 
 def matmul_bf16(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:

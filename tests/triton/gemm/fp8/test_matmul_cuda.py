@@ -42,7 +42,6 @@ from breccia_triton.tuning import measurements  # noqa: E402
 
 TENSOR, ROW = breccia.Float8CurrentScaling(), breccia.Float8RowScaling()
 BLOCK, TILES = breccia.Float8BlockScaling(), breccia.Float8BlockScaling(block_m=128)
-CURRENT = breccia.Float8CurrentScaling()
 MX = breccia.MXFP8BlockScaling()
 #: Recipes of a and b: every pair of kinds of scales that the kernel has.
 PAIRS = {
@@ -512,7 +511,7 @@ def test_rows_where_a_ends_have_a_map_of_their_own(
 ) -> None:
     chosen = next(each for each in fp8_plans.TABLE if each.name == tile)
     monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: chosen)
-    fp8_matmul.matmul(cpu((rows, 512), CURRENT), cpu((264, 512), CURRENT).mT)
+    fp8_matmul.matmul(cpu((rows, 512), TENSOR), cpu((264, 512), TENSOR).mT)
     assert stand_in.maps[0][5] == [128, chosen.rows // chosen.share[1], 1]
     assert (stand_in.end[5] if stand_in.end else [128, 0, 1]) == [128, end, 1]
 

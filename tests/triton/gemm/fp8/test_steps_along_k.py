@@ -100,16 +100,16 @@ def test_scales_of_each_step_are_read(
         assert (product - exact).norm() <= FAR_INSIDE * exact.norm()
 
 
-@pytest.mark.parametrize("tile", long_but(fp8_plans.TABLE[:8:7], fp8_plans.TABLE), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", long_but([fp8_plans.TABLE[i] for i in (0, 2, 7)], fp8_plans.TABLE), ids=lambda t: t.name)
 def test_rows_of_a_end_anywhere(tile: Any, kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tile, or in a part of one that another block of the cluster copies."""
     monkeypatch.setattr(fp8_matmul, "tile_of", lambda *of: tile)
     w = breccia.cast(drawn(264, 384), "fp8_current")
-    for m in (3, tile.part - 8, tile.part + 9, tile.rows + 1, 2 * tile.rows):
-        a = breccia.cast(drawn(m, 384), "fp8_current")
+    for lead in ((3,), (tile.part - 8,), (tile.part + 9,), (tile.rows + 1,), (2 * tile.rows,), (2, tile.part + 9)):
+        a = breccia.cast(drawn(*lead, 384), "fp8_current")
         exact = breccia.dequantize(a).double() @ breccia.dequantize(w).double().mT
         product = fp8_matmul.matmul(a, w.mT).double()
-        assert ((product - exact).norm(dim=1) <= FAR_INSIDE * exact.norm(dim=1)).all()
+        assert ((product - exact).norm(dim=-1) <= FAR_INSIDE * exact.norm(dim=-1)).all()
 
 
 def test_groups_begin_at_any_row(kernel: None) -> None:
