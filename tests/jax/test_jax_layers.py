@@ -193,20 +193,20 @@ def test_a_linear_layer_of_equinox_multiplies_codes(spec: str) -> None:
 def test_layers_with_stored_weights_have_the_same_values() -> None:
     """Of linen, nnx and Equinox, inside functions and outside."""
     x = jnp.asarray(wide((3, 128), seed=1, exponents=2))
-    spec, name = {"*": "int4,group_size=32"}, "mma_16x128"
+    spec, name = "int4,group_size=32", "mma_16x128"
     dense = linen.Dense(96)
-    plain, _ = bf.quantize(dense.init(jax.random.key(0), x), {"*.kernel": spec["*"]})
+    plain, _ = bf.quantize(dense.init(jax.random.key(0), x), {"*.kernel": spec})
     stored = to_storage(plain, name)
     assert stored["params"]["kernel"].tensor.storage == name and stored["params"]["kernel"].shape == (128, 96)
     w = np.asarray(breccia.dequantize(plain["params"]["kernel"].tensor))
     for y in (dense.apply(stored, x), jax.jit(dense.apply)(stored, x)):
         assert within(y, x, w)
-    model, _ = bf.quantize(nnx.Linear(128, 96, rngs=nnx.Rngs(0)), {"kernel": spec["*"]})
+    model, _ = bf.quantize(nnx.Linear(128, 96, rngs=nnx.Rngs(0)), {"kernel": spec})
     changed = to_storage(model, name)
     assert type(changed) is type(model) and changed.kernel.get_raw_value().tensor.storage == name
     w = np.asarray(breccia.dequantize(model.kernel))
     assert within(changed(x), x, w) and within(nnx.jit(lambda m, x: m(x))(changed, x), x, w)
-    layer, _ = be.quantize(eqx.nn.Linear(128, 96, key=jax.random.key(0)), spec["*"])
+    layer, _ = be.quantize(eqx.nn.Linear(128, 96, key=jax.random.key(0)), spec)
     changed = to_storage(layer, name)
     assert changed.weight.tensor.storage == name
     w, bias = np.asarray(breccia.dequantize(layer.weight.tensor)).T, np.asarray(layer.layer.bias)

@@ -411,10 +411,11 @@ def test_executables_run_on_the_stream_of_xla(op: str, scratch: bool, weights: b
     a, b = (moved(st, "torch") for st in operands("fp8_current", "fp8_current"))
     if weights and op != foreign.THROUGH_BF16:
         b = b.to_storage(STORAGE)
-        monkeypatch.setattr(foreign.weight_only, "prepared", prepared)
-        monkeypatch.setattr(
-            foreign.weight_only, "prepared_for_groups", lambda a, b, ends, dtype: prepared(a, b, None, dtype, ends)
-        )
+
+        def prepared_weight(a: Any, b: Any, added: Any, dtype: str, of_groups: bool) -> Fake:
+            return prepared(a, b, None, dtype, added) if of_groups else prepared(a, b, added, dtype)
+
+        monkeypatch.setattr(foreign.weight_only, "prepared", prepared_weight)
     else:
         monkeypatch.setattr(foreign.fp8, "prepared", prepared)
         monkeypatch.setattr(foreign.bf16, "prepared", prepared)

@@ -258,8 +258,7 @@ def _on_device(stream: int, op: str, a: Any, b: Any, added: Any, out: Any) -> Ca
             if isinstance(executable, str):
                 raise KernelError(f"XLA called a product through BF16 that has no kernel: {executable}. Prefer another kernel.")
         elif b.layout.storage != PLAIN:
-            make = weight_only.prepared_for_groups if op == "grouped_matmul" else weight_only.prepared
-            executable = make(a, b, added, dtype)
+            executable = weight_only.prepared(a, b, added, dtype, op == "grouped_matmul")
         else:
             bias, offsets = (None, added) if op == "grouped_matmul" else (added, None)
             executable = fp8.prepared(a, b, bias, dtype, offsets)

@@ -98,8 +98,8 @@ def exact_kernel(
     # A thread has columns next to each other where K is last: they share a store. Elsewhere each element has one, almost all of
     # them masked. A reduction over the tile takes longer than the pass itself.
     inexact = inexact & exists
-    SOME: tl.constexpr = min(RUN, COLUMNS) if D.k_last else 1
     if D.k_last:
+        SOME: tl.constexpr = min(RUN, COLUMNS)
         inexact = tl.max(tl.reshape(inexact.to(tl.int32), (ROWS, COLUMNS // SOME, SOME)), 2) != 0
         lines = tl.broadcast_to((first + matrix * rows + row)[:, None], (ROWS, COLUMNS // SOME))
     else:

@@ -238,9 +238,9 @@ _OVER, _LAUNCHES = 1.05, 4
 #: The least seconds of a product that XLA calls, which its work on the host decides: where other kernels are estimated to take
 #: less, they were faster on an H200 (jax 0.11, from 16 to 4096 rows of MXFP8, and of BF16 by INT8, INT4 and NVFP4).
 _LEAST_OF_XLA = 300e-6
-#: The least seconds of the host for a product: three launches, a fill and cuBLAS. Medians on H200s are 126 µs and more, where
-#: those of `fp8_matmul.cu` are 18 to 52 µs but for scales of 1 x 32, which torch decoded then
-#: (benchmarks/results/matmul-gpu-nvidia-h200.json).
+#: The least seconds of the host for a product: three launches, a fill and cuBLAS. Medians on H200s are 126 µs and more
+#: (benchmarks/results/matmul-gpu-nvidia-h200.json). Products of `fp8_matmul.cu` take 18 to 52 µs there, and more only with
+#: scales of 1 x 32, which torch still decoded in that run.
 _HOST = 125e-6
 
 

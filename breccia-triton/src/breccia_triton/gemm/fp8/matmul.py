@@ -136,7 +136,7 @@ def _launch(a: Fp8Operand, w: Fp8Operand, dtype: torch.dtype, bias: Any, grouped
         None, None, None, None, None, a.scale_matrix, w.scale_matrix, n, m * n, m, n, k, matrices, a.scale_row,
         w.scale_row, int(a.matrices > 1), int(w.matrices > 1),
     )  # fmt: skip
-    codes = [a.data_map(rows) for rows in (tile.part, 0 if grouped else tile.end(m)) if rows]
+    codes = [a.data_map(rows) for rows in ((tile.part,) if grouped else tile.boxes(m))]
     maps = [
         w.data_map(tile.columns // tile.share[0]),
         a.scale_map(tile.rows) if variant.scales != OUTER and not variant.warps_copy[0] else None,

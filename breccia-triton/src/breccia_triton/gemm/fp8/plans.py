@@ -245,9 +245,10 @@ class GemmTile:
         """Rows of a that a block copies at once."""
         return self.rows // self.share[1]
 
-    def end(self, m: int) -> int:
-        """Rows that it copies where a, of m rows, ends within a part: the next multiple of 8; 0 where a ends with a part."""
-        return -(-(m % self.part) // 8) * 8
+    def boxes(self, m: int) -> tuple[int, ...]:
+        """Rows of copies of a, of m rows: `part`; where a ends within a part, also the next multiple of 8 of what is left."""
+        left = m % self.part
+        return (self.part, -(-left // 8) * 8) if left else (self.part,)
 
     @property
     def cluster(self) -> int:

@@ -71,9 +71,7 @@ def decoded_codes(problem: Problem, tile: GemmTile | None = None) -> Executable:
         staged = problem.out != "float32" and ldy % 8 == 0 and aligned
         variant = weight_plans.variant_of(form, chosen, problem.out, problem.bias, staged)
         kernel, width = fp8_matmul.loaded(variant, device), weight_plans.WIDTH
-        values, *end = (
-            described("bfloat16", (n, k), (n * k, k), (rows, width), 128) for rows in (chosen.part, chosen.end(n)) if rows
-        )
+        values, *end = (described("bfloat16", (n, k), (n * k, k), (rows, width), 128) for rows in chosen.boxes(n))
         x = described("bfloat16", (m, k), (m * ldx, ldx), (chosen.columns // share[0], width), 128)
         scales: list[Any] = []
         if form.scales == ROWS:

@@ -43,42 +43,31 @@ def weight_only_grouped(a: Any, b: Any, offsets: Any, options: ProductOptions = 
     a: (M, K). b: the weights' transposes, (E, K, N). offsets: (E,).
     """
     out_dtype, _, out = options
-    call = prepared_for_groups(a, b, offsets, out_dtype)
+    call = prepared(a, b, offsets, out_dtype, True)
     return call(a, b, offsets, out) if isinstance(call, Executable) else call(a, b, offsets, options)
 
 
-def prepared(a: Any, b: Any, bias: Any, out_dtype: str) -> Any:
-    """The product of operands with these facts, made where no earlier call had them; or the generic algorithm."""
+def prepared(a: Any, b: Any, added: Any, out_dtype: str, of_groups: bool = False) -> Any:
+    """The product of operands with these facts, made where no earlier call had them; or the generic algorithm.
+
+    added: the bias or None, or the offsets of groups.
+    """
     data, points, global_scale = b.data, b.zero_point, b.global_scale
     key = (
-        a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
-        None if bias is None else (bias.shape, bias.dtype, bias.device), None if points is None else points.dtype,
+        of_groups, a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
+        None if added is None else (added.shape, added.dtype, added.device), None if points is None else points.dtype,
         None if global_scale is None else global_scale.device,
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        checks.check_matmul(a, b, bias)
-        need_one_device(a.device, [*parts_of("b", b), ("bias", bias)])
-        # Zero-points of other libraries may have any dtype, which no fact of a call says.
-        taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, executable(a, b, bias, out_dtype) if taken else storages.matmul)
-    return call
-
-
-def prepared_for_groups(a: Any, b: Any, offsets: Any, out_dtype: str) -> Any:
-    """Likewise for `grouped_matmul`."""
-    data, points, global_scale = b.data, b.zero_point, b.global_scale
-    key = (
-        "grouped", a.shape, a.dtype, data.shape, b.layout.interned_key, b.recipe.interned_key, out_dtype, a.device, data.device,
-        offsets.shape, offsets.dtype, offsets.device, None if points is None else points.dtype,
-        None if global_scale is None else global_scale.device,
-    )  # fmt: skip
-    call = _calls.get(key)
-    if call is None:
-        checks.check_grouped(a, b, offsets)
-        need_one_device(a.device, [*parts_of("b", b), ("offsets", offsets)])
-        taken = points is None or points.dtype == torch.uint8
-        call = _calls.keep(key, grouped(a, b, out_dtype) if taken else storages.grouped_matmul)
+        (checks.check_grouped if of_groups else checks.check_matmul)(a, b, added)
+        need_one_device(a.device, [*parts_of("b", b), ("offsets" if of_groups else "bias", added)])
+        if points is not None and points.dtype != torch.uint8:
+            # Zero-points of other libraries may have any dtype, which no fact of a call says.
+            call = storages.grouped_matmul if of_groups else storages.matmul
+        else:
+            call = grouped(a, b, out_dtype) if of_groups else executable(a, b, added, out_dtype)
+        _calls.keep(key, call)
     return call
 
 
