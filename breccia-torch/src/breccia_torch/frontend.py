@@ -432,7 +432,8 @@ def _operands(ctx: Any) -> list[Any]:
 def is_constant(x: Array) -> bool:
     """Can a layer call a kernel for `x` with nothing between: no gradient, autocast, transformation or compiler?"""
     return not (
-        _tracked(x)
+        (x.requires_grad and torch.is_grad_enabled())
+        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
         or transforming()
         or autocast_dtype(x) is not None
         or _frame_callback() is not None

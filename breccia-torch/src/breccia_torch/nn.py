@@ -388,7 +388,7 @@ class ScaledLinear(_WithMetadata):
                     checks.check_matmul(rows, weight, bias)
                 prefer: Any = None if self.prefer_backward is None else frontend.Preferred(None, self.prefer_backward)
                 y = frontend.multiply((rows, weight, product_options(out_dtype, bias)), prefer)
-                if x is rows and x.is_cpu:
+                if x is rows:
                     self._keep_for(x, weight, bias, out_dtype)
             return y if ndim > 1 else y[0]
         y = breccia.cast_matmul(rows.flatten(0, -2), self.activation, weight, out_dtype, bias=bias)
@@ -417,13 +417,18 @@ class ScaledLinear(_WithMetadata):
         return repeat(x, self._matrix, bias)
 
     def _keep_for(self, x: Tensor, weight: ScaledTensor, bias: Any, out_dtype: str) -> None:
-        """Keep what repeats this product on the CPU, after two calls in succession with inputs of one shape; else nothing."""
+        """Keep what repeats this product, after two calls in succession with inputs of one shape; else nothing."""
         module: Any = self._modules["weight"]
-        kept = module.__dict__
-        shape, kept[_LAST], kept[_REPEAT] = kept.get(_LAST), x.shape, None
-        tracked = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-        if x.shape == shape and module.keeps_transpose and not tracked and frontend.is_constant(x):
-            kept[_REPEAT] = targets.load("breccia_torch.cpu:repeated")(x, weight, bias, out_dtype)
+        kept, repeat = module.__dict__, None
+        shape, refused = kept.get(_LAST, (None, None))
+        if shape != x.shape:
+            refused = None
+        elif refused is not weight and module.keeps_transpose and frontend.is_constant(x):
+            tracked = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+            home = "cpu" if x.is_cpu else "repeating"
+            repeat = None if tracked else targets.load(f"breccia_torch.{home}:repeated")(x, weight, bias, out_dtype)
+            refused = None if repeat is not None or tracked or x.is_cpu else weight
+        kept[_LAST], kept[_REPEAT] = (x.shape, refused), repeat
 
     def extra_repr(self) -> str:
         activation = f", activation={self.activation!r}" if self.activation is not None else ""
@@ -528,7 +533,8 @@ def _part(tensor: ScaledTensor, part: int) -> ScaledTensor:
 
 #: Where a ScaledWeight keeps its transpose.
 _TRANSPOSE = "_kept_transpose"
-#: Where it keeps the function that repeats a layer's last product, and the shape of the last input.
+#: Where it keeps the function that repeats a layer's last product, and (the shape of the last input, the transpose whose
+#: products with inputs of that shape no kernel repeats, or None).
 _REPEAT, _LAST = "_kept_repeat", "_kept_shape"
 #: What is not part of its state.
 _KEPT = (_TRANSPOSE, _REPEAT, _LAST)

@@ -212,4 +212,5 @@ def breccia_kernels() -> Iterable[Kernel]:
             accepts=f"{home}.weight_only.plans:{'accepts' if torch else 'accepts_in_jax'}",
             score=f"{home}.weight_only.plans:score" if op == "matmul" else None,
             reads=("mma_16x128",),
+            prepare=f"{home}.weight_only.matmul:repeated" if torch and op == "matmul" else None,
         )

@@ -60,9 +60,11 @@ class Kernel:
     contract: the version of the op's contract that it implements.
     eager: of a framework whose frontend compiles calls: it also runs outside of compiled functions, and compiles nothing.
     prepare: object reference to `f(a, b, bias) -> call | None`, for products: a call that repeats the product of arrays like
-        these at other addresses, so that another framework on the same memory need not look it up again. Of `record_amax` on
-        torch: `f(recipes, length, device) -> kernels | None` for histories of layers in training, whose `end` and `note` do
-        what `end_histories` and `_History.note` of breccia_torch.training.state do, versions of tensors included.
+        these at other addresses, so that another framework on the same memory need not look it up again. Of `matmul` on
+        torch: `f(a, b, bias, out_dtype) -> call | None`; `call(a, b, bias, out)` repeats it for operands with the metadata of
+        these. Of `record_amax` on torch: `f(recipes, length, device) -> kernels | None` for histories of layers in training,
+        whose `end` and `note` do what `end_histories` and `_History.note` of breccia_torch.training.state do, versions of
+        tensors included.
     errors: object reference to `f(x, y, ends) -> ErrorMetrics`, for `dequantize` of NumPy: those of the numbers `y` that it
         decoded against `x`, under the ends of blocks, as breccia.kernels.measuring has them: `Ends`.
 

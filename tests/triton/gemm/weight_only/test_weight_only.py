@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,6 +480,53 @@ def test_a_compiled_layer_starts_early_once_its_weight_was_multiplied(backend: s
     assert made[-1].streams == [(7, False), (7, True), (7, False), (7, True)]
     weight_only._calls.clear()
     torch.compiler.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_layer_may_keep_the_prepared_call_which_serves_no_other_operands(monkeypatch: Any, folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from breccia.dispatch.table import Chosen
+    from breccia_torch import repeating
+    from breccia_triton.gemm.weight_only import matmul as weight_only
+    from breccia_triton.plugin import breccia_kernels
+
+    _on_the_host(monkeypatch, folder)
+    kernel = next(k for k in breccia_kernels() if k.name == "cuda.weight_only")
+    chosen = Chosen(weight_only.weight_only_matmul, kernel, False, False, "")
+    table = SimpleNamespace(choose=lambda *of: chosen)
+    known = SimpleNamespace(table=table, operation=lambda name: name)
+    monkeypatch.setattr(repeating, "registry", lambda: known)
+    w = in_torch(tensor("int4-128", 64, 128)).to_storage(STORAGE).mT
+    x, bias = torch.randn(3, 128).bfloat16(), torch.randn(64)
+    repeat = repeating.repeated(x, w, bias, "bfloat16")
+    assert repeat is not None
+    for other in (x, -x):
+        expected = weight_only.weight_only_matmul(other, w, product_options("bfloat16", bias))
+        assert torch.equal(repeat(other, w, bias), expected)
+    others = {
+        "another shape": x[:1],
+        "other strides": x.mT.contiguous().mT,
+        "another dtype": x.float(),
+        "another device": x.to("meta"),
+        "torch's negative bit": torch.complex(torch.zeros(3, 128), torch.ones(3, 128)).conj().imag,
+        "a subclass": torch.nn.Parameter(x),
+    }
+    assert {why: repeat(other, w, bias) for why, other in others.items()} == dict.fromkeys(others)
+    assert repeat(x, w, None) is None and repeat(x, w, bias.clone()) is None
+    assert repeat(x, in_torch(tensor("int4-128", 64, 128)).to_storage(STORAGE).mT, bias) is None
+    bias.data = bias.half()
+    assert repeat(x, w, bias) is None
+    bias.data = bias.float()
+    assert repeat(x, w, bias) is not None
+    known.table = None
+    assert repeat(x, w, bias) is None
+    known.table = table
+    for changed in ({"checked": True}, {"traced": "matmul runs ..."}, {"kernel": replace(kernel, prepare=None)}):
+        chosen = chosen._replace(**changed)
+        assert repeating.repeated(x, w, bias, "bfloat16") is None
+        chosen = Chosen(weight_only.weight_only_matmul, kernel, False, False, "")
+    weight_only._calls.clear()
 
 
 #: Rows of groups: uneven, with empty ones at either end and between; more groups than a warp has lanes; none.

@@ -273,6 +273,51 @@ def test_layers_of_a_model_use_the_kernel_and_files_stay_plain(tmp_path: Any) ->
 
 
 @on_cuda
+@pytest.mark.parametrize("recipe", ["int4", "nvfp4", "mxfp8"])
+def test_a_layer_repeats_its_product_and_notices_what_differs(recipe: str) -> None:
+    import torch
+    from torch import nn
+
+    import breccia_torch
+
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(256, 512)).cuda().bfloat16().eval().requires_grad_(False)
+    breccia_torch.quantize_(layer, recipe)
+    layer, x = layer[0], torch.randn(4, 256, device="cuda").bfloat16()
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        return breccia.matmul(x, layer.weight.tensor.mT, out_dtype=x.dtype, bias=layer.bias)
+
+    for _ in range(3):
+        layer(x)
+    assert layer.weight.__dict__["_kept_repeat"] is not None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(layer(x), expected(x))
+    others = -x, x[:1].clone(), x.mT.contiguous().mT, x.half(), x.clone().requires_grad_(), x[None]
+    for other in others:
+        for _ in range(3):
+            layer(x)
+        y = layer(other)
+        assert torch.equal(y, expected(other))
+        assert y.dtype == other.dtype and y.requires_grad == other.requires_grad
+    for _ in range(3):
+        layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.neg_()
+    graph.replay()
+    assert torch.equal(y, expected(x))
+    for change in (lambda: layer.bias.data.neg_(), lambda: layer.half(), lambda: layer.weight.data.view(torch.uint8).zero_()):
+        for _ in range(3):
+            layer(x)
+        change()
+        assert torch.equal(layer(x), expected(x))
+
+
+@on_cuda
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "mxfp8-e5m2", "nvfp4-one"])
 def test_products_of_weights_that_are_decoded_to_memory_are_within_the_bound(name: str) -> None:
     import torch

@@ -71,6 +71,12 @@ def prepared(a: Any, b: Any, added: Any, out_dtype: str, of_groups: bool = False
     return call
 
 
+def repeated(a: Any, b: Any, bias: Any, out_dtype: str) -> Executable | None:
+    """The call that repeats this product for a layer of torch; None where the generic algorithm computes it."""
+    call = prepared(a, b, bias, out_dtype)
+    return call if isinstance(call, Executable) else None
+
+
 def executable(a: Any, b: ScaledTensor, bias: Any, out_dtype: str, config: plans.Algorithm | None = None) -> Executable:
     """The product under a configuration: by default the one that measurements or the rule choose."""
     problem = Problem.of(a, b, bias, out_dtype)
