@@ -21,6 +21,7 @@ IN, OUT = 144, 80
 #: Experts without rows at the start, in the middle and at the end; the last rows belong to none.
 OFFSETS = torch.tensor([0, 10, 10, 150, 190, 190], dtype=torch.int32)
 ROWS = 200
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
 RECIPES = [*map(TrainingRecipe, PRESETS), TrainingRecipe("nvfp4", high_precision=("grad_weight",)), *FROM_CODES]
 
 
@@ -44,18 +45,19 @@ def within(found: Tensor, a: Any, b: Any) -> bool:
     return bool(((found.double() - left @ right).abs() <= bounds.accumulated(left.abs() @ right.abs(), k, k)).all())
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_each_expert_multiplies_its_own_rows(recipe: TrainingRecipe) -> None:
-    layer = TrainingExperts(len(OFFSETS), IN, OUT, recipe=recipe, seed=1)
-    x, dy = torch.randn(ROWS, IN, requires_grad=True), torch.randn(ROWS, OUT)
-    operands = layer.gemm_operands(x, dy, OFFSETS)
-    y = layer(x, OFFSETS)
+def test_each_expert_multiplies_its_own_rows(recipe: TrainingRecipe, device: str) -> None:
+    layer, offsets = TrainingExperts(len(OFFSETS), IN, OUT, recipe=recipe, seed=1, device=device), OFFSETS.to(device)
+    x, dy = torch.randn(ROWS, IN, requires_grad=True, device=device), torch.randn(ROWS, OUT, device=device)
+    operands = layer.gemm_operands(x, dy, offsets)
+    y = layer(x, offsets)
     y.backward(dy)
     assert x.grad is not None and layer.weight.grad is not None
     ends = [0, *OFFSETS.tolist()]
     spread = [0, *operands["grouped_offsets"][0].tolist()]
     for e, ((start, end), (first, last)) in enumerate(zip(pairwise(ends), pairwise(spread), strict=True)):
-        assert first % step_of(recipe, "cpu") == 0 and last - first >= end - start
+        assert first % step_of(recipe, device) == 0 and last - first >= end - start
         for found, gemm in ((y, "output"), (x.grad, "grad_input")):
             a, b = operands[gemm]
             rows = exact(a)[first : first + end - start]
@@ -125,10 +127,11 @@ def test_grad_weight_decodes_its_operands_once_for_all_experts(monkeypatch: pyte
     assert decoded == [(OUT, total), (total, IN)]
 
 
-def test_no_rows_at_all() -> None:
-    layer = TrainingExperts(3, IN, OUT, recipe="fp8_block")
-    x = torch.randn(0, IN, requires_grad=True)
-    y = layer(x, torch.zeros(3, dtype=torch.int32))
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_no_rows_at_all(device: str) -> None:
+    layer = TrainingExperts(3, IN, OUT, recipe="fp8_block", device=device)
+    x = torch.randn(0, IN, requires_grad=True, device=device)
+    y = layer(x, torch.zeros(3, dtype=torch.int32, device=device))
     y.sum().backward()
     assert y.shape == (0, OUT) and layer.weight.grad is not None and not layer.weight.grad.any()
 
