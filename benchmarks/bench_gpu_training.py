@@ -211,8 +211,8 @@ def times(result: Result) -> Table:
         "peak, MB": lambda row: f"{peak / 1e6:,.0f}" if (peak := row.get("peak_beside_bytes")) else ABSENT,
     }
     note = (
-        f"Forward and backward of a layer without bias, BF16 parameters; medians of {result['options']['samples']} samples in "
-        "rotation. Names of recipes are ours. Above 1 is faster. In one thread: under "
+        f"Forward and backward of a layer without bias, BF16 parameters; medians of {result['options']['samples']} samples, "
+        "interleaved in an order of each round. Names of recipes are ours. Above 1 is faster. In one thread: under "
         "`torch.autograd.set_multithreading_enabled(False)` the backward pass runs in the thread of the forward pass, so that "
         "the host changes threads in no step; in a model of many layers it changes twice in a step. Peak: what a step takes at "
         "most beside x, dy and the weight; what a layer keeps from step to step counts. "
