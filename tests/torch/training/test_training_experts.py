@@ -38,11 +38,17 @@ def exact(x: Any) -> Tensor:
     return (breccia.dequantize(x) if isinstance(x, ScaledTensor) else x.detach()).double()
 
 
-def within(found: Tensor, a: Any, b: Any) -> bool:
-    """Whether a product is as near to that of FP64 as docs/spec/numerics.md, section 9, allows."""
+def within(found: Tensor, a: Any, b: Any, cores: bool = False) -> bool:
+    """Whether a product is as near to that of FP64 as docs/spec/numerics.md, section 9, allows. cores: as of `in_cores`."""
     left, right = exact(a), exact(b)
     k = left.shape[-1]
-    return bool(((found.double() - left @ right).abs() <= bounds.accumulated(left.abs() @ right.abs(), k, k)).all())
+    bound = bounds.accumulated(left.abs() @ right.abs(), k, k, cores)
+    return bool(((found.double() - left @ right).abs() <= bound).all())
+
+
+def in_cores(a: Any, b: Any, device: str) -> bool:
+    """Whether FP8 tensor cores may add up the products of the operands."""
+    return bounds.in_tensor_cores(*(x.recipe if isinstance(x, ScaledTensor) else None for x in (a, b)), device)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -61,9 +67,9 @@ def test_each_expert_multiplies_its_own_rows(recipe: TrainingRecipe, device: str
         for found, gemm in ((y, "output"), (x.grad, "grad_input")):
             a, b = operands[gemm]
             rows = exact(a)[first : first + end - start]
-            assert within(found[start:end].detach(), rows, exact(b)[e])
+            assert within(found[start:end].detach(), rows, exact(b)[e], in_cores(a, b, device))
         a, b = operands["grad_weight"][0][e], operands["grad_weight"][1][e]
-        assert within(layer.weight.grad[e], a, b)
+        assert within(layer.weight.grad[e], a, b, in_cores(a, b, device))
         if start == end:
             assert not layer.weight.grad[e].any()
     assert not y[OFFSETS[-1] :].any() and not x.grad[OFFSETS[-1] :].any()
