@@ -54,7 +54,7 @@ def times(result: Result) -> Table:
     return table("host time of calls", columns, [row for row in rows if row["time"]], note)
 
 
-BENCHMARK = Benchmark("gpu-host", {"gpu-host": times})
+BENCHMARK = Benchmark("gpu-host", {"gpu-host": times}, key=("call",))
 
 
 def calls(side: int, device: str, rivals: dict[str, Rival]) -> Iterator[tuple[str, str, Make]]:

@@ -212,7 +212,7 @@ def times(result: Result) -> Table:
     }
     note = (
         f"Forward and backward of a layer without bias, BF16 parameters; medians of {result['options']['samples']} samples, "
-        "interleaved in an order of each round. Names of recipes are ours. Above 1 is faster. In one thread: under "
+        "interleaved. Names of recipes are ours. Above 1 is faster. In one thread: under "
         "`torch.autograd.set_multithreading_enabled(False)` the backward pass runs in the thread of the forward pass, so that "
         "the host changes threads in no step; in a model of many layers it changes twice in a step. Peak: what a step takes at "
         "most beside x, dy and the weight; what a layer keeps from step to step counts. "
@@ -234,10 +234,18 @@ def goals(result: Result) -> Table:
         mine, other = (by.get((arm, shape), {}).get("peak_beside_bytes") for arm in (preset, BF16))
         return mine / other if mine and other else None
 
-    fp8 = [(f"{preset} {shape}", preset, shape) for preset in (*PRESETS, *FAST) if preset.startswith("fp8") for shape in shapes]
+    fp8 = [
+        (f"{preset} {shape}", preset, shape)
+        for preset in (*PRESETS, *FAST)
+        if preset.startswith("fp8")
+        for shape in shapes
+        if (preset, shape) in by
+    ]
     lines: list[tuple[str, ...]] = []
     for measure, how in (("time", ""), ("one_thread", ", in one thread")):
         for preset, (bf16, te) in GOALS.items():
+            if all((preset, shape) not in by for shape in shapes):
+                continue
             rivals = ((BF16, "BF16", bf16), (of_te(NEAREST.get(preset, preset)), "TransformerEngine", te), (AO, "torchao", 1.0))
             for rival, name, goal in rivals:
                 if goal is not None:

@@ -18,6 +18,7 @@ import bench_first_call  # noqa: F401
 import bench_generation  # noqa: F401
 import bench_gpu_casts  # noqa: F401
 import bench_gpu_gpt  # noqa: F401
+import bench_gpu_host  # noqa: F401
 import bench_matmul
 import bench_scale_search  # noqa: F401
 import bench_target_bits  # noqa: F401
