@@ -1,4 +1,4 @@
-"""Products of up to four rows rounded to INT8, by codes of any width and by weights with biases."""
+"""Products rounded to INT8 of up to four rows, by codes of any width; and of more, by weights with biases."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ PLAIN = {
     **{f"int{n}-48": (Format(integer(n, True), (Level(F32, (1, 48)),)), 16) for n in (2, 3, 6, 7)},
     **{f"uint{n}-64": (Format(integer(n), (Level(F16, (1, 64)),), "bias"), 64) for n in (1, 2, 5, 7)},
 }
+#: Whose codes tiles multiply too.
+TILED = ("Q4_1", "Q8_0", "int8-bias-16", "Q4_K")
 CODED = {"Q2_K": 16, "Q3_K": 16, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
 #: N around 4 rows; K around vectors of 64 codes and 16 groups of them, whole groups and not.
 SHAPES = ((1, 48), (5, 192), (9, 240), (37, 576), (3, 1040), (6, 1072), (2, 100))
@@ -52,13 +54,14 @@ def sizes(st: breccia.ScaledTensor) -> np.ndarray:
 
 
 def check(found: np.ndarray, x: np.ndarray, st: breccia.ScaledTensor, q: int) -> None:
-    """The bound of the contract: rounding of activations, then K / q + 5 roundings in FP32, and one for a bias."""
+    """The bound of the contract: rounding of activations, then K / q + 5 roundings in FP32, and K / q + 1 for biases."""
     k = x.shape[1]
     padded = np.zeros((len(x), -(-k // q) * q))
     padded[:, :k] = np.abs(x)
     error = np.repeat((0.5 + 2.0**-15) / 127 * padded.reshape(len(x), -1, q).max(axis=-1), q, axis=1)[:, :k]
     w, size = breccia.dequantize(st, prefer="reference.dequantize").astype(np.float64), sizes(st)
-    n = (-(-k // q) + 5 + (st.zero_point is not None)) * 2.0**-24
+    groups = -(-k // q)
+    n = (groups + 5 + (groups + 1) * (st.zero_point is not None)) * 2.0**-24
     bound = error @ np.abs(w).T + n / (1 - n) * ((np.abs(x.astype(np.float64)) + error) @ size.T)
     worst = np.max(np.abs(found - x.astype(np.float64) @ w.T) / np.where(bound == 0, 1, bound))
     assert worst <= 1, f"the error is {worst:.3g} times the bound"
@@ -80,6 +83,25 @@ def test_few_rows_are_within_the_bound_of_rounded_activations(instruction_set: s
             check(native.matmul_int8(x, st.mT), x, st, q)
 
 
+@pytest.mark.parametrize("name", TILED)
+def test_more_rows_have_the_same_bits_on_every_instruction_set(name: str) -> None:
+    q = CODED.get(name) or PLAIN[name][1]
+    for seed, (n, k) in enumerate(((37, 576), (9, 240), (33, 1040), (2, 100))):
+        st = drawn_weight(name, n, k, seed)
+        for m in (5, 13, 33, 70):
+            x, found = drawn(m, k), dict[str, np.ndarray]()
+            try:
+                for each in products.use():
+                    products.use(each)
+                    found[each] = native.matmul_int8(x, st.mT)
+            finally:
+                products.use(products.use()[0])
+            first = next(iter(found.values()))
+            check(first, x, st, q)
+            for other in found.values():
+                np.testing.assert_array_equal(other.view(np.uint32), first.view(np.uint32))
+
+
 def rounds(name: str, m: int, k: int = 576) -> bool:
     """Whether m rows of activations are rounded for a weight."""
     st = drawn_weight(name, 8, k)
@@ -88,7 +110,7 @@ def rounds(name: str, m: int, k: int = 576) -> bool:
 
 @pytest.mark.parametrize("name", [*PLAIN, *CODED])
 def test_up_to_four_rows_are_rounded_where_the_processor_multiplies_bytes(instruction_set: str, name: str) -> None:
-    if name == "Q8_0":  # which tiles multiply too
+    if name in TILED:
         assert rounds(name, 1) and rounds(name, 5)
         return
     about = (facts.INT8, products.kinds().index("u8"), 5, products.kinds().index("f16"), 0, 32, 576)

@@ -46,9 +46,9 @@ def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
 
-    With biases there is one more rounding, and all of them are relative to the sizes of scaled codes and biases. Weights with
-    biases, and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with
-    VBMI, in blocks of a multiple of 16 that divide K; where they are not, activations are not rounded.
+    With biases there are K / q + 1 more roundings, and all of them are relative to the sizes of scaled codes and biases. Codes of
+    unsigned bytes and of other widths than 4 and 8 bits are multiplied so for up to 4 rows, by AVX-512 VNNI with VBMI, in blocks
+    of a multiple of 16 that divide K; where they are not, activations are not rounded.
     """
     return _matmul(a, b, options, INT8)
 
@@ -194,8 +194,8 @@ def _about(weight: Weight, k: int) -> tuple[int, int, int, int, int, int]:
 
 
 def _has_few(weight: Weight) -> bool:
-    """Whether only a few rows of activations are rounded to INT8 for a weight: one with biases, or codes of some widths."""
-    return weight.role == BIAS or weight.kind == KINDS["u8"] or weight.width not in (4, 8)
+    """Whether only a few rows of activations are rounded to INT8 for a weight: one with unsigned bytes, or codes of some widths."""
+    return weight.kind == KINDS["u8"] or weight.width not in (4, 8)
 
 
 def _rounded_to_bf16(x: Array) -> Array:
@@ -336,7 +336,7 @@ def _supports(st: ScaledTensor, w: Weight, mode: int, k: int) -> bool:
     if mode == INT8 and _has_few(w):
         return False
     integers, element = (KINDS["u8"], KINDS["i8"]), st.recipe.format.element
-    offsets_fit = w.role == 0 or w.offset_kind in integers
+    offsets_fit = w.role in (0, BIAS) or w.offset_kind in integers
     if w.role and mode == BF16_MODE:  # others differ by up to 383, which needs 9 bits
         narrow = isinstance(element, Integer) and element.bits <= 4 and not element.signed
         offsets_fit = offsets_fit and (w.kind == w.offset_kind or narrow)

@@ -62,16 +62,16 @@ static int rows_by_tiles(const weight *w, const grouping *g, const workspace *to
 }
 
 /* `kind`: one with codes of as many bits, signed or not. */
-#define GROUP_STREAM(name, MB, kind, shifts)                                                                                \
+#define GROUP_STREAM(name, MB, kind, role)                                                                                  \
     static void name##MB(const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                   \
     {                                                                                                                       \
-        groups_streamed(MB, BF16_MODE, kind, shifts, w, g, p, x, sums);                                                          \
+        groups_streamed(MB, BF16_MODE, kind, role, w, g, p, x, sums);                                                       \
     }
-#define GROUP_STREAMS(MB)                     \
-    GROUP_STREAM(nibbles, MB, TABLE4, 0)      \
-    GROUP_STREAM(differences, MB, TABLE4, 1)  \
-    GROUP_STREAM(bytes, MB, E4M3, 0)          \
-    GROUP_STREAM(integers, MB, I8, 0)
+#define GROUP_STREAMS(MB)                             \
+    GROUP_STREAM(nibbles, MB, TABLE4, NONE)           \
+    GROUP_STREAM(differences, MB, TABLE4, ZERO_POINT) \
+    GROUP_STREAM(bytes, MB, E4M3, NONE)               \
+    GROUP_STREAM(integers, MB, I8, NONE)
 UP_TO_TALLEST(GROUP_STREAMS)
 static const group_stream nibble_streams[] = LIST_OF(nibbles), difference_streams[] = LIST_OF(differences);
 static const group_stream byte_streams[] = LIST_OF(bytes), integer_streams[] = LIST_OF(integers);

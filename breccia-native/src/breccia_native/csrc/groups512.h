@@ -35,8 +35,8 @@ INLINE void group_tile_of(const int kind, const int mode, const weight *w, const
             const Py_ssize_t group = c * (CHUNK / g->q) * WIDE + rows;
             __m512 zeros[16] = {_mm512_setzero_ps()};
             group_scales(w, g, p->scales + rows, first + c, tile->scales + group);
-            if (tile->zeros)
-                group_scales(w, g, p->offsets + rows, first + c, tile->zeros + group);
+            if (tile->offsets)
+                group_scales(w, g, p->offsets + rows, first + c, tile->offsets + group);
             if (subtracts)
                 scales_of_rows(same, p->offsets + rows, first + c, zeros);
             __m512 v[32];
@@ -152,11 +152,12 @@ OUTLINE void stream_codes(int kind, const panel *p, Py_ssize_t c, Py_ssize_t nex
 }
 
 /* Products of STREAMED rows of the weight and a panel of MB rows of activations, all along K, in the order of `integers` or
-   `brain_floats`. shifts: whether codes have zero-points. */
-INLINE void groups_streamed(const int MB, const int mode, const int kind, int shifts, const weight *w,
+   `brain_floats`. role: of offsets. */
+INLINE void groups_streamed(const int MB, const int mode, const int kind, const int role, const weight *w,
     const grouping *g, const panel *p, const float *x, float *sums)
 {
     enum { EACH = 16 };
+    const int shifts = role == ZERO_POINT;
     const tables t = tables_of(mode, kind, shifts, w, g);
     const Py_ssize_t length = p->chunks * CHUNK, block = g->q / SPAN; /* chunks with 16 groups */
     const int parts = kind == TABLE4 ? 1 : 2, vectors = EACH * parts, step = (int)(g->q * vectors / CHUNK);
@@ -168,11 +169,11 @@ INLINE void groups_streamed(const int MB, const int mode, const int kind, int sh
     UNROLL for (int m = 0; m < MB; m++) found[m] = _mm512_setzero_ps();
     for (Py_ssize_t start = 0; start < p->chunks; start += block) {
         const Py_ssize_t stop = start + block < p->chunks ? start + block : p->chunks;
-        __m512 scales[16], zeros[16];
-        const __m512 *scale = scales, *zero = zeros;
+        __m512 scales[16], offsets[16];
+        const __m512 *scale = scales, *offset = offsets;
         scales_of_groups(p->scales, start * CHUNK / g->q, scales);
-        if (shifts)
-            scales_of_groups(p->offsets, start * CHUNK / g->q, zeros);
+        if (role != NONE)
+            scales_of_groups(p->offsets, start * CHUNK / g->q, offsets);
         for (Py_ssize_t c = start; c < stop; c++) {
             __m512 v[2 * EACH];
             const Py_ssize_t next = c + CHUNKS_AHEAD < p->chunks
@@ -182,12 +183,12 @@ INLINE void groups_streamed(const int MB, const int mode, const int kind, int sh
                 stream_codes(w->codes.kind, p, c, next, v);
             else
                 transposed_codes(kind, 1, p, 0, c, next, v);
-            for (int i = 0; i < vectors; scale++, zero++, by += MB, all += MB, starts += MB) {
+            for (int i = 0; i < vectors; scale++, offset++, by += MB, all += MB, starts += MB) {
                 __m512i a[TALLEST], shift = _mm512_setzero_si512();
                 UNROLL for (int m = 0; m < MB; m++)
                     a[m] = mode == INT8_MODE ? _mm512_set1_epi32(starts[m]) : _mm512_setzero_si512();
                 if (mode == BF16_MODE && shifts)
-                    shift = in_both_halves(*zero);
+                    shift = in_both_halves(*offset);
                 for (const int end = i + step; i < end; i++) {
                     __m512i d[4];
                     const int count = words_of_codes(mode, kind, shifts, &t, _mm512_castps_si512(v[i]), shift, d);
@@ -204,10 +205,12 @@ INLINE void groups_streamed(const int MB, const int mode, const int kind, int sh
                 UNROLL for (int m = 0; m < MB; m++) {
                     __m512 e = mode == INT8_MODE ? _mm512_cvtepi32_ps(a[m]) : _mm512_castsi512_ps(a[m]);
                     if (mode == INT8_MODE && shifts)
-                        e = _mm512_fnmadd_ps(*zero, _mm512_set1_ps(all[m]), e);
+                        e = _mm512_fnmadd_ps(*offset, _mm512_set1_ps(all[m]), e);
                     if (mode == INT8_MODE)
                         e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
                     found[m] = _mm512_fmadd_ps(e, *scale, found[m]);
+                    if (mode == INT8_MODE && role == BIAS)
+                        found[m] = _mm512_fmadd_ps(*offset, _mm512_set1_ps(all[m] * by[m]), found[m]);
                 }
             }
         }

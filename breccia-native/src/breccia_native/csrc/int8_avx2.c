@@ -42,8 +42,8 @@ INLINE void group_tile_by_avx2(const int nibbles, const weight *w, const groupin
         for (int rows = 0; rows < WIDE; rows += 8) {
             const Py_ssize_t group = c * (CHUNK / g->q) * WIDE + rows;
             group_scales_by_avx2(g, p->scales + rows, first + c, tile->scales + group);
-            if (tile->zeros)
-                group_scales_by_avx2(g, p->offsets + rows, first + c, tile->zeros + group);
+            if (tile->offsets)
+                group_scales_by_avx2(g, p->offsets + rows, first + c, tile->offsets + group);
             for (int part = 0; part < parts; part++) {
                 __m256 v[8];
                 UNROLL for (int r = 0; r < 8; r++) {
@@ -92,7 +92,8 @@ INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, c
     UNROLL for (int m = 0; m < MB; m++)
         UNROLL for (int half = 0; half < 2; half++) found[m][half] = _mm256_loadu_ps(sums + m * WIDE + column + 8 * half);
     for (Py_ssize_t i = 0; i < groups; i++) {
-        const float *scales = tile->scales + i * WIDE + column, *zeros = tile->zeros ? tile->zeros + i * WIDE + column : NULL;
+        const float *scales = tile->scales + i * WIDE + column;
+        const float *offsets = tile->offsets ? tile->offsets + i * WIDE + column : NULL;
         __m256i all[PANEL256][2];
         UNROLL for (int m = 0; m < MB; m++)
             all[m][0] = all[m][1] = _mm256_set1_epi32(small ? x->starts[i * MB + m] : 0);
@@ -118,10 +119,14 @@ INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, c
         UNROLL for (int m = 0; m < MB; m++)
             UNROLL for (int half = 0; half < 2; half++) {
                 __m256 e = _mm256_cvtepi32_ps(all[m][half]);
-                if (zeros)
-                    e = _mm256_fnmadd_ps(_mm256_loadu_ps(zeros + 8 * half), _mm256_set1_ps(x->sums[i * MB + m]), e);
+                if (offsets && !tile->biased)
+                    e = _mm256_fnmadd_ps(_mm256_loadu_ps(offsets + 8 * half), _mm256_set1_ps(x->sums[i * MB + m]), e);
                 e = _mm256_mul_ps(e, _mm256_set1_ps(x->scales[i * MB + m]));
                 found[m][half] = _mm256_fmadd_ps(e, _mm256_loadu_ps(scales + 8 * half), found[m][half]);
+                if (offsets && tile->biased) {
+                    const __m256 sum = _mm256_set1_ps(x->sums[i * MB + m] * x->scales[i * MB + m]);
+                    found[m][half] = _mm256_fmadd_ps(sum, _mm256_loadu_ps(offsets + 8 * half), found[m][half]);
+                }
             }
     }
     UNROLL for (int m = 0; m < MB; m++)
@@ -267,7 +272,7 @@ enum { MOST_STREAMED256 = 2 * PANEL256 };
 static int rows(const weight *w, const grouping *g, const workspace *to, const float *x, Py_ssize_t m, Py_ssize_t first,
     Py_ssize_t end, float *y)
 {
-    if (m <= MOST_STREAMED256 && g->q >= 16)
+    if (w->role != BIAS && m <= MOST_STREAMED256 && g->q >= 16)
         return rows_by_streams(w, g, to, x, m, first, end, y);
     return rows_by_groups(
         w, g, to, x, m, PANEL256, first, end, y, decode_groups, are_small(w, g) ? small_integers : signed_integers);

@@ -25,7 +25,7 @@ INLINE void integers(const int MB, const grouping *g, const group_tile *tile, co
     for (Py_ssize_t i = 0; i < groups; i++) {
         const float *by = x->scales + i * MB, *sum = x->sums + i * MB;
         const int32_t *starts = x->starts + i * MB;
-        const float *scales = tile->scales + i * WIDE, *zeros = tile->zeros ? tile->zeros + i * WIDE : NULL;
+        const float *scales = tile->scales + i * WIDE, *offsets = tile->offsets ? tile->offsets + i * WIDE : NULL;
         __m512i a[TALLEST], b[TALLEST];
         UNROLL for (int m = 0; m < MB; m++) a[m] = b[m] = _mm512_set1_epi32(starts[m]);
         for (Py_ssize_t k = 0; k < words; k++, from += WIDE, codes += MB) {
@@ -39,14 +39,21 @@ INLINE void integers(const int MB, const grouping *g, const group_tile *tile, co
         UNROLL for (int m = 0; m < MB; m++) {
             float *to = sums + m * WIDE;
             __m512 e = _mm512_cvtepi32_ps(a[m]), f = _mm512_cvtepi32_ps(b[m]);
-            if (zeros) {
-                e = _mm512_fnmadd_ps(_mm512_loadu_ps(zeros), _mm512_set1_ps(sum[m]), e);
-                f = _mm512_fnmadd_ps(_mm512_loadu_ps(zeros + 16), _mm512_set1_ps(sum[m]), f);
+            if (offsets && !tile->biased) {
+                e = _mm512_fnmadd_ps(_mm512_loadu_ps(offsets), _mm512_set1_ps(sum[m]), e);
+                f = _mm512_fnmadd_ps(_mm512_loadu_ps(offsets + 16), _mm512_set1_ps(sum[m]), f);
             }
             e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
             f = _mm512_mul_ps(f, _mm512_set1_ps(by[m]));
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(e, _mm512_loadu_ps(scales), _mm512_loadu_ps(to)));
-            _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(f, _mm512_loadu_ps(scales + 16), _mm512_loadu_ps(to + 16)));
+            e = _mm512_fmadd_ps(e, _mm512_loadu_ps(scales), _mm512_loadu_ps(to));
+            f = _mm512_fmadd_ps(f, _mm512_loadu_ps(scales + 16), _mm512_loadu_ps(to + 16));
+            if (offsets && tile->biased) {
+                const __m512 all = _mm512_set1_ps(sum[m] * by[m]);
+                e = _mm512_fmadd_ps(all, _mm512_loadu_ps(offsets), e);
+                f = _mm512_fmadd_ps(all, _mm512_loadu_ps(offsets + 16), f);
+            }
+            _mm512_storeu_ps(to, e);
+            _mm512_storeu_ps(to + 16, f);
         }
     }
 }
@@ -69,10 +76,12 @@ static int rows_by_tiles(const weight *w, const grouping *g, const workspace *to
 #define GROUP_STREAM(name, MB, kind)                                                                                        \
     static void name##MB(const weight *w, const grouping *g, const panel *p, const float *x, float *sums)                   \
     {                                                                                                                       \
-        if ((MB <= 2 || kind == TABLE4) && w->role == NONE)                                                                                     \
-            groups_streamed(MB, INT8_MODE, kind, 0, w, g, p, x, sums);                                                      \
+        if (w->role == BIAS)                                                                                                \
+            groups_streamed(MB, INT8_MODE, kind, BIAS, w, g, p, x, sums);                                                   \
+        else if ((MB <= 2 || kind == TABLE4) && w->role == NONE)                                                            \
+            groups_streamed(MB, INT8_MODE, kind, NONE, w, g, p, x, sums);                                                   \
         else                                                                                                                \
-            groups_streamed(MB, INT8_MODE, kind, w->role == ZERO_POINT, w, g, p, x, sums);                                  \
+            groups_streamed(MB, INT8_MODE, kind, w->role, w, g, p, x, sums);                                                \
     }
 #define GROUP_STREAMS(MB) GROUP_STREAM(nibbles, MB, TABLE4) GROUP_STREAM(bytes, MB, I8)
 UP_TO_TALLEST(GROUP_STREAMS)

@@ -34,10 +34,11 @@ typedef struct {
     int nibbles;        /* of int8_few.c: whether a byte has two codes */
 } grouping;
 
-/* A tile: (CHUNK * DEEP / per, WIDE) words of codes, then (groups, WIDE) scales and zero-points. */
+/* A tile: (CHUNK * DEEP / per, WIDE) words of codes, then (groups, WIDE) scales, and zero-points or biases. */
 typedef struct {
     uint32_t *codes;
-    float *scales, *zeros; /* zeros: NULL where codes have been decoded without them */
+    float *scales, *offsets; /* offsets: NULL where there are none, and where codes have been decoded without them */
+    int biased;              /* whether they are biases */
 } group_tile;
 
 typedef struct {
@@ -262,7 +263,7 @@ OUTLINE int rows_by_groups(const weight *w, const grouping *g, const workspace *
     const Py_ssize_t each = p.apart, length = p.chunks * CHUNK, panels = (m + tallest - 1) / tallest;
     const Py_ssize_t most = DEEP * CHUNK / g->q * WIDE;
     const group_tile tile = {(uint32_t *)to->tile, to->tile + DEEP * CHUNK / g->per * WIDE,
-        w->role == ZERO_POINT && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL};
+        w->role != NONE && g->mode == INT8_MODE ? to->tile + DEEP * CHUNK / g->per * WIDE + most : NULL, w->role == BIAS};
     for (Py_ssize_t row = first / w->tall, slot = 0; row * w->tall < end; row++, slot++)
         if (!spread_scales(w, SPAN, row, scales_decoded, to->run, to->scales + slot * each, to->offsets + slot * each))
             return 0;

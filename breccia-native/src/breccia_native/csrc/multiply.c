@@ -124,7 +124,7 @@ static const version *version_for(int mode, const weight *w, Py_ssize_t m)
 /* Whether nothing but `few` multiplies in mode INT8. */
 static int has_only_few(const weight *w)
 {
-    return w->role == BIAS || w->codes.kind == U8 || w->width < kind_bits[w->codes.kind];
+    return w->codes.kind == U8 || w->width < kind_bits[w->codes.kind];
 }
 
 /* What multiplies a few rows in mode INT8 by codes in short blocks, for which `g` is changed, or NULL. */

@@ -59,8 +59,8 @@ static void decode_groups(
             for (int i = 0; i < CHUNK / g->q; i++) {
                 const Py_ssize_t group = (c * CHUNK / g->q + i) * WIDE + r;
                 tile->scales[group] = scales[i * g->q / SPAN];
-                if (tile->zeros)
-                    tile->zeros[group] = offsets[i * g->q / SPAN];
+                if (tile->offsets)
+                    tile->offsets[group] = offsets[i * g->q / SPAN];
             }
             float values[CHUNK];
             values_of(w, codes, values);
@@ -103,11 +103,13 @@ static void multiply_groups(
                 }
                 if (g->mode == INT8_MODE) {
                     sum = (float)(whole + x->starts[i * rows + m]);
-                    if (tile->zeros)
-                        sum = fmaf(-tile->zeros[i * WIDE + n], x->sums[i * rows + m], sum);
+                    if (tile->offsets && !tile->biased)
+                        sum = fmaf(-tile->offsets[i * WIDE + n], x->sums[i * rows + m], sum);
                     sum = sum * x->scales[i * rows + m];
                 }
                 *to = fmaf(sum, tile->scales[i * WIDE + n], *to);
+                if (tile->offsets && tile->biased)
+                    *to = fmaf(x->sums[i * rows + m] * x->scales[i * rows + m], tile->offsets[i * WIDE + n], *to);
             }
 }
 
