@@ -54,14 +54,13 @@ def sizes(st: breccia.ScaledTensor) -> np.ndarray:
 
 
 def check(found: np.ndarray, x: np.ndarray, st: breccia.ScaledTensor, q: int) -> None:
-    """The bound of the contract: rounding of activations, then K / q + 5 roundings in FP32, and K / q + 1 for biases."""
+    """The bound of the contract: rounding of activations, then K / q + 5 roundings in FP32, and one for a bias."""
     k = x.shape[1]
     padded = np.zeros((len(x), -(-k // q) * q))
     padded[:, :k] = np.abs(x)
     error = np.repeat((0.5 + 2.0**-15) / 127 * padded.reshape(len(x), -1, q).max(axis=-1), q, axis=1)[:, :k]
     w, size = breccia.dequantize(st, prefer="reference.dequantize").astype(np.float64), sizes(st)
-    groups = -(-k // q)
-    n = (groups + 5 + (groups + 1) * (st.zero_point is not None)) * 2.0**-24
+    n = (-(-k // q) + 5 + (st.zero_point is not None)) * 2.0**-24
     bound = error @ np.abs(w).T + n / (1 - n) * ((np.abs(x.astype(np.float64)) + error) @ size.T)
     worst = np.max(np.abs(found - x.astype(np.float64) @ w.T) / np.where(bound == 0, 1, bound))
     assert worst <= 1, f"the error is {worst:.3g} times the bound"

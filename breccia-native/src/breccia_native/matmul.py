@@ -46,9 +46,9 @@ def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
 
-    With biases there are K / q + 1 more roundings, and all of them are relative to the sizes of scaled codes and biases. Codes of
-    unsigned bytes and of other widths than 4 and 8 bits are multiplied so for up to 4 rows, by AVX-512 VNNI with VBMI, in blocks
-    of a multiple of 16 that divide K; where they are not, activations are not rounded.
+    With biases there is one more rounding, and all of them are relative to the sizes of scaled codes and biases. Unsigned bytes,
+    and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with VBMI, in blocks of a
+    multiple of 16 that divide K; where they are not, activations are not rounded.
     """
     return _matmul(a, b, options, INT8)
 

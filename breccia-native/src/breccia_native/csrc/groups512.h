@@ -208,9 +208,11 @@ INLINE void groups_streamed(const int MB, const int mode, const int kind, const 
                         e = _mm512_fnmadd_ps(*offset, _mm512_set1_ps(all[m]), e);
                     if (mode == INT8_MODE)
                         e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
-                    found[m] = _mm512_fmadd_ps(e, *scale, found[m]);
-                    if (mode == INT8_MODE && role == BIAS)
-                        found[m] = _mm512_fmadd_ps(*offset, _mm512_set1_ps(all[m] * by[m]), found[m]);
+                    if (mode == INT8_MODE && role == BIAS) {
+                        const __m512 biases = _mm512_mul_ps(_mm512_set1_ps(all[m] * by[m]), *offset);
+                        found[m] = _mm512_add_ps(found[m], _mm512_fmadd_ps(e, *scale, biases));
+                    } else
+                        found[m] = _mm512_fmadd_ps(e, *scale, found[m]);
                 }
             }
         }

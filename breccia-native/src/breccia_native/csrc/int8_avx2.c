@@ -122,11 +122,13 @@ INLINE void integers_by_avx2(const int MB, const int small, const grouping *g, c
                 if (offsets && !tile->biased)
                     e = _mm256_fnmadd_ps(_mm256_loadu_ps(offsets + 8 * half), _mm256_set1_ps(x->sums[i * MB + m]), e);
                 e = _mm256_mul_ps(e, _mm256_set1_ps(x->scales[i * MB + m]));
-                found[m][half] = _mm256_fmadd_ps(e, _mm256_loadu_ps(scales + 8 * half), found[m][half]);
+                const __m256 by = _mm256_loadu_ps(scales + 8 * half);
                 if (offsets && tile->biased) {
                     const __m256 sum = _mm256_set1_ps(x->sums[i * MB + m] * x->scales[i * MB + m]);
-                    found[m][half] = _mm256_fmadd_ps(sum, _mm256_loadu_ps(offsets + 8 * half), found[m][half]);
-                }
+                    const __m256 biases = _mm256_mul_ps(sum, _mm256_loadu_ps(offsets + 8 * half));
+                    found[m][half] = _mm256_add_ps(found[m][half], _mm256_fmadd_ps(e, by, biases));
+                } else
+                    found[m][half] = _mm256_fmadd_ps(e, by, found[m][half]);
             }
     }
     UNROLL for (int m = 0; m < MB; m++)

@@ -45,15 +45,18 @@ INLINE void integers(const int MB, const grouping *g, const group_tile *tile, co
             }
             e = _mm512_mul_ps(e, _mm512_set1_ps(by[m]));
             f = _mm512_mul_ps(f, _mm512_set1_ps(by[m]));
-            e = _mm512_fmadd_ps(e, _mm512_loadu_ps(scales), _mm512_loadu_ps(to));
-            f = _mm512_fmadd_ps(f, _mm512_loadu_ps(scales + 16), _mm512_loadu_ps(to + 16));
+            const __m512 by_e = _mm512_loadu_ps(scales), by_f = _mm512_loadu_ps(scales + 16);
+            const __m512 sums_e = _mm512_loadu_ps(to), sums_f = _mm512_loadu_ps(to + 16);
             if (offsets && tile->biased) {
                 const __m512 all = _mm512_set1_ps(sum[m] * by[m]);
-                e = _mm512_fmadd_ps(all, _mm512_loadu_ps(offsets), e);
-                f = _mm512_fmadd_ps(all, _mm512_loadu_ps(offsets + 16), f);
+                e = _mm512_fmadd_ps(e, by_e, _mm512_mul_ps(all, _mm512_loadu_ps(offsets)));
+                f = _mm512_fmadd_ps(f, by_f, _mm512_mul_ps(all, _mm512_loadu_ps(offsets + 16)));
+                _mm512_storeu_ps(to, _mm512_add_ps(sums_e, e));
+                _mm512_storeu_ps(to + 16, _mm512_add_ps(sums_f, f));
+            } else {
+                _mm512_storeu_ps(to, _mm512_fmadd_ps(e, by_e, sums_e));
+                _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(f, by_f, sums_f));
             }
-            _mm512_storeu_ps(to, e);
-            _mm512_storeu_ps(to + 16, f);
         }
     }
 }

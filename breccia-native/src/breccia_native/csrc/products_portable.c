@@ -107,9 +107,11 @@ static void multiply_groups(
                         sum = fmaf(-tile->offsets[i * WIDE + n], x->sums[i * rows + m], sum);
                     sum = sum * x->scales[i * rows + m];
                 }
-                *to = fmaf(sum, tile->scales[i * WIDE + n], *to);
-                if (tile->offsets && tile->biased)
-                    *to = fmaf(x->sums[i * rows + m] * x->scales[i * rows + m], tile->offsets[i * WIDE + n], *to);
+                if (tile->offsets && tile->biased) {
+                    const float biases = x->sums[i * rows + m] * x->scales[i * rows + m] * tile->offsets[i * WIDE + n];
+                    *to += fmaf(sum, tile->scales[i * WIDE + n], biases);
+                } else
+                    *to = fmaf(sum, tile->scales[i * WIDE + n], *to);
             }
 }
 
