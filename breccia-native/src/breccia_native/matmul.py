@@ -46,9 +46,9 @@ def matmul_int8(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Array:
     to (1/2 + 2^-15) amax / 127 each, which the exact product of rounded activations and decoded weights inherits; to that come
     K / q + 5 roundings in FP32. Groups with an amax below 2^-100 count as zero; one with NaN or Inf gives NaN.
 
-    With biases there is one more rounding, and all of them are relative to the sizes of scaled codes and biases. Unsigned bytes,
-    and codes of other widths than 4 and 8 bits, are multiplied so for up to 4 rows, by AVX-512 VNNI with VBMI, in blocks of a
-    multiple of 16 that divide K; where they are not, activations are not rounded.
+    With biases there is one more rounding, and all of them are relative to the sizes of scaled codes and biases. For up to 4
+    rows, AVX-512 VNNI with VBMI also multiplies unsigned bytes and codes of other widths than 4 and 8 bits, in blocks of a
+    multiple of 16 that divide K; where they are not multiplied so, activations are not rounded.
     """
     return _matmul(a, b, options, INT8)
 
@@ -194,7 +194,7 @@ def _about(weight: Weight, k: int) -> tuple[int, int, int, int, int, int]:
 
 
 def _has_few(weight: Weight) -> bool:
-    """Whether only a few rows of activations are rounded to INT8 for a weight: one with unsigned bytes, or codes of some widths."""
+    """Whether only a few rows of activations are rounded to INT8 for a weight: one of unsigned bytes, or of some widths."""
     return weight.kind == KINDS["u8"] or weight.width not in (4, 8)
 
 
