@@ -32,6 +32,7 @@ from breccia.backend import (
 from breccia.internal import InternedKey
 
 from .ops import BIT_PATTERNS, TORCH, need_dense, opaque
+from .repeating import Repeat, likeness
 
 Array = Any
 
@@ -241,22 +242,11 @@ def _again(multiplier: tuple[Any, Any], a: Array, bias: Array | None, out_dtype:
     input or a bias of another kind. It keeps no tensor.
     """
     table, multiply = multiplier
-    strided, facts, of_bias = torch.strided, _facts(a), None if bias is None else _facts(bias)
-    shape, stride, dtype, device, _ = facts
+    is_like, of_bias = likeness(a, table), None if bias is None else _facts(bias)
     added_at = 0 if bias is None else bias.data_ptr()
 
     def again(x: Array, rest: tuple[int, ...], global_scale: Array | None, added: Array | None) -> Array | None:
-        if (
-            type(x) is not torch.Tensor
-            or x.dtype is not dtype
-            or x.shape != shape
-            or x.layout is not strided
-            or x.stride() != stride
-            or x.device != device
-            or x.is_neg()
-            or (added is not None and (added.data_ptr() != added_at or _facts(added) != of_bias))
-            or registry().table is not table
-        ):
+        if not is_like(x) or (added is not None and (added.data_ptr() != added_at or _facts(added) != of_bias)):
             return None
         place = x.data_ptr()
         if place % _ALIGNED:
@@ -391,8 +381,6 @@ _layers: dict[int, Any] = {}
 _NAMES = {matmul: None, matmul_int8: "native.matmul_int8", matmul_bf16: "native.matmul_bf16"}
 #: What repeats products of compiled graphs, by the identity of the codes: facts, references to the operands, and addresses.
 _kept: dict[int, tuple[Any, ...]] = {}
-#: A function that repeats a product: f(x, weight, bias).
-Repeat = Callable[[Any, ScaledTensor, Any], Any]
 #: What the address of an input must be a multiple of, as torch's own memory is: kernels may be chosen by it.
 _ALIGNED = 64
 #: Prepared calls by the facts of operands, each with the table that it is for; None where a call cannot be prepared.

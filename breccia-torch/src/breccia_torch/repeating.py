@@ -1,4 +1,4 @@
-"""What layers keep to repeat a product on a device: the call that its kernel has prepared, with nothing between."""
+"""What layers keep to repeat a product: on a device, the call that its kernel has prepared, with nothing between."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ from breccia.backend import product_options, registry, targets
 Array = Any
 #: A function that repeats a product: f(x, weight, bias). It returns None for operands that the prepared call is not for.
 Repeat = Callable[[Any, ScaledTensor, Any], Any]
+
+
+def likeness(a: Array, table: Any) -> Callable[[Array], bool]:
+    """Whether an input has the class and the metadata of `a`, and kernels are still chosen by `table`, as a function of it."""
+    strided, shape, stride, dtype, device = torch.strided, a.shape, a.stride(), a.dtype, a.device
+
+    def is_like(x: Array) -> bool:
+        return (
+            type(x) is torch.Tensor
+            and x.dtype is dtype
+            and x.shape == shape
+            and x.layout is strided
+            and x.stride() == stride
+            and x.device == device
+            and not x.is_neg()
+            and registry().table is table
+        )
+
+    return is_like
 
 
 def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> Repeat | None:
@@ -30,23 +49,12 @@ def repeated(a: Array, b: ScaledTensor, bias: Array | None, out_dtype: str) -> R
     call = targets.load(prepare)(a, b, bias, out_dtype)
     if call is None:
         return None
-    strided, shape, stride, dtype, device = torch.strided, a.shape, a.stride(), a.dtype, a.device
-    of_bias = None if bias is None else (bias.dtype, bias.shape, bias.device)
+    is_like, of_bias = likeness(a, table), None if bias is None else (bias.dtype, bias.shape, bias.device)
 
     def repeat(x: Array, weight: ScaledTensor, added: Array | None) -> Array | None:
-        if (
-            weight is not b
-            or added is not bias
-            or type(x) is not torch.Tensor
-            or x.dtype is not dtype
-            or x.shape != shape
-            or x.layout is not strided
-            or x.stride() != stride
-            or x.device != device
-            or x.is_neg()
-            or (added is not None and (added.dtype, added.shape, added.device) != of_bias)
-            or registry().table is not table
-        ):
+        if weight is not b or added is not bias or not is_like(x):
+            return None
+        if added is not None and (added.dtype, added.shape, added.device) != of_bias:
             return None
         return call(x, weight, added, None)
 
