@@ -437,13 +437,15 @@ def test_a_cuda_graph_keeps_no_cast_and_what_it_changes_is_cast_anew(monkeypatch
     layer, x, dy = made("fp8_block")
     other, _, _ = made("fp8_block")
     optimizer = torch.optim.SGD(other.parameters())
-    step(layer, x, dy)
     step(other, x, dy)
-    capturing[0] = True
-    layer(x).backward(dy)  # cast in the graph though the version is as it was, rows and columns
+    x.grad = None
+    expected = step(layer, x, dy)["grad_input"].clone()
+    x.grad, capturing[0] = None, True
+    layer(x).backward(dy)  # cast in the graph though the version is as it was, rows and columns at once
     optimizer.step()
     capturing[0] = False
-    assert casts.count("weight") == 4
+    assert casts.count("weight") == 3
+    assert x.grad is not None and torch.equal(x.grad.flatten(0, 1), expected)
     for each in (layer, other):
         each.weight.data.mul_(2.0)
         expected = breccia.matmul(*each.gemm_operands(x, dy)["output"], bias=each.bias.detach())
@@ -476,11 +478,12 @@ def test_replays_train_as_eager_steps_and_evaluation_sees_their_weights(recipe: 
     def begun() -> tuple[TrainingLinear, Tensor, Tensor, Any]:
         torch.manual_seed(0)
         layer = TrainingLinear(256, 512, recipe=recipe, seed=1, device="cuda")
-        x, dy = torch.randn(64, 256, device="cuda"), torch.randn(64, 512, device="cuda")
+        x, dy = torch.randn(64, 256, device="cuda").requires_grad_(), torch.randn(64, 512, device="cuda")
         return layer, x, dy, torch.optim.AdamW(layer.parameters(), lr=0.1, capturable=True)
 
     def stepped(layer: TrainingLinear, x: Tensor, dy: Tensor, optimizer: Any) -> None:
         optimizer.zero_grad()
+        x.grad = None
         layer(x).backward(dy)
         optimizer.step()
 
@@ -500,6 +503,7 @@ def test_replays_train_as_eager_steps_and_evaluation_sees_their_weights(recipe: 
     with torch.no_grad():
         found, expected = (layer(x) for layer, x, *_ in (captured, eager))
     assert torch.equal(captured[0].weight, eager[0].weight) and torch.equal(found, expected)
+    assert captured[1].grad is not None and torch.equal(captured[1].grad, eager[1].grad)
     for one, other in zip(
         *(() if layer.state is None else layer.state.buffers() for layer, *_ in (captured, eager)), strict=True
     ):

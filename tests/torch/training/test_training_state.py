@@ -196,15 +196,17 @@ def test_amaxes_of_a_gpu_are_those_of_a_cpu(frozen: bool) -> None:
         assert torch.equal(there.state.scales.cpu(), here.state.scales)
 
 
-def test_a_weight_in_a_graph_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows and its columns are cast apart there."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_in_a_graph_is_recorded_once(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled layers cast its rows and its columns apart there; eager ones hold the columns."""
     noted: list[Any] = []
     note = steps.note_weight
     monkeypatch.setattr(steps, "note_weight", lambda how, amax: noted.append(amax) or note(how, amax))
     monkeypatch.setattr(steps, "in_graphs", lambda weight: True)
     layer = TrainingLinear(32, 64, recipe="fp8_delayed")
-    layer(batch(1).requires_grad_()).sum().backward()
-    assert [amax is None for amax in noted] == [False, True]
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    call(batch(1).requires_grad_()).sum().backward()
+    assert [amax is None for amax in noted] == [False, True][: 1 + compiled]
     assert layer.state.pending.view(torch.float32)[1] == layer.weight.abs().max()
 
 

@@ -48,7 +48,7 @@ def _forward(
     how = Context(recipe_of(recipe), amaxes, scales, pending, draws, words)
     needs = {"need_x": need_x, "need_w": need_w, "record": record}
     if offsets is None:
-        y, kept = WAYS["linear"][0](x, weight, bias, how, x.dtype, **needs)
+        y, kept, _ = WAYS["linear"][0](x, weight, bias, how, x.dtype, **needs)
     else:
         y, kept = WAYS["experts"][0](x, weight, offsets, how, x.dtype, **needs)
     column = how.recipe.uses("input")[1]

@@ -32,29 +32,47 @@ from .operands import (
     kept_of,
     multiply,
     operand_of,
+    parts_of,
 )
 from .state import StepState
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Any, how: Context, dtype: torch.dtype, *, need_x: bool, need_w: bool, record: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """(y in `dtype`, what `backward` needs of x) for x (M, K), weight (N, K) and bias (N,).
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    how: Context,
+    dtype: torch.dtype,
+    *,
+    need_x: bool,
+    need_w: bool,
+    record: bool,
+    captured: bool = False,
+) -> tuple[Tensor, list[Tensor], Operand | None]:
+    """(y in `dtype`, what `backward` needs of x, the columns of a captured weight) for x (M, K), weight (N, K) and bias (N,).
 
     need_x, need_w: the gradients that the backward pass will compute. The second needs the components of the columns of x.
-    record: a backward pass may follow, which notes amaxes for the scales of later steps.
+    record: a backward pass may follow, which notes amaxes for the scales of later steps. captured: a CUDA graph has the
+    weight, and the caller holds its columns for `backward`.
     """
     of_x = cast_operand(how, "input", x, columns=need_w, record=record)
-    w_rows, _ = cast_weight(how, weight, columns=need_x)
+    w_rows, w_columns = cast_weight(how, weight, columns=need_x, held=captured)
     fast = "output" in how.recipe.fast_accumulation
     y = multiply(of_x.rows, w_rows.mT, dtype, None if bias is None else bias.detach(), fast=fast)
-    return y, kept_of(of_x)
+    return y, kept_of(of_x), w_columns if captured else None
 
 
 def backward(
-    dy: Tensor, weight: Tensor, kept: list[Tensor], how: Context, dtype: torch.dtype, main: Tensor | None, need_x: bool
+    dy: Tensor,
+    weight: Tensor,
+    kept: list[Tensor],
+    how: Context,
+    dtype: torch.dtype,
+    main: Tensor | None,
+    need_x: bool,
+    w_columns: Operand | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx in `dtype`, dw in the dtype of the weight) for dy (M, N). kept: what `forward` returned.
+    """(dx in `dtype`, dw in the dtype of the weight) for dy (M, N). kept, w_columns: what `forward` returned.
 
     dx is None unless `need_x`. dw is None without columns, and with `main`, an FP32 tensor that it is added to.
     """
@@ -66,7 +84,8 @@ def backward(
     dx = dw = None
     fast = how.recipe.fast_accumulation
     if need_x:
-        _, w_columns = cast_weight(how, weight, rows=False)
+        if w_columns is None:
+            _, w_columns = cast_weight(how, weight, rows=False)
         dx = multiply(dy_rows, w_columns, dtype, fast="grad_input" in fast)
     if kept:
         assert dy_columns is not None
@@ -88,20 +107,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
-        y, kept = forward(x, weight, bias, how, dtype, need_x=need_x, need_w=need_w, record=record)
+        captured = steps.in_graphs(weight)
+        needs = {"need_x": need_x, "need_w": need_w, "record": record}
+        y, kept, w_columns = forward(x, weight, bias, how, dtype, **needs, captured=captured)
+        of_w = [] if w_columns is None else parts_of(w_columns)
         # The saved weight is for autograd's check that nothing writes to it before the backward pass. Checkpoints would
         # return it as another object, whose casts nobody has kept.
-        ctx.save_for_backward(weight, *kept)
-        ctx.weight, ctx.how, ctx.dtype, ctx.bias = weight, how, x.dtype, bias
+        ctx.save_for_backward(weight, *of_w, *kept)
+        ctx.weight, ctx.how, ctx.dtype, ctx.bias, ctx.parts_of_w = weight, how, x.dtype, bias, len(of_w)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _, *kept = ctx.saved_tensors
+        _, *saved = ctx.saved_tensors
+        of_w, kept = saved[: ctx.parts_of_w], saved[ctx.parts_of_w :]
+        recipe, weight = ctx.how.recipe, ctx.weight
+        w_columns = operand_of(of_w, recipe.uses("weight")[1], tuple(weight.shape)) if of_w else None
         need_x, _, need_bias, *_ = ctx.needs_input_grad
-        main = graphs.main_grad_of(ctx.weight) if columns_of(ctx.how.recipe, kept)[0] else None
-        dx, dw = backward(gradients[0], ctx.weight, kept, ctx.how, ctx.dtype, main, need_x)
+        main = graphs.main_grad_of(weight) if columns_of(recipe, kept)[0] else None
+        dx, dw = backward(gradients[0], weight, kept, ctx.how, ctx.dtype, main, need_x, w_columns)
         return dx, dw, gradients[0].float().sum(0).to(ctx.bias.dtype) if need_bias else None, None, None, None
 
 
