@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 import re
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -803,6 +805,28 @@ def test_every_recipe_compiles(recipe: breccia.ScalingRecipe, backend: str) -> N
     st, y = compiled(trip, backend)(rows(8))
     expected, z = trip(rows(8))
     assert breccia.bytes_equal(st, expected) and same(y, z)
+
+
+def test_operators_take_texts_without_double_quotes(recipe: breccia.ScalingRecipe) -> None:
+    operators = breccia_torch.operators
+    text = operators.text_of(recipe)
+    assert not {'"', "\\"} & set(text)
+    assert operators.recipe_of(text) == operators.recipe_of(recipe.to_json()) == recipe
+    for value in ("it's", "a\\b"):
+        foreign = SimpleNamespace(to_json=lambda value=value: json.dumps({"name": value}))
+        assert json.loads(operators.json_in(operators.text_of(foreign))) == {"name": value}
+
+
+@pytest.mark.long
+def test_inductor_calls_operators_from_cpp() -> None:
+    """It writes the texts of their arguments into C++ as they are."""
+    st = breccia.cast(rows(16, 64), "int4").mT
+
+    def trip(x: Any) -> Any:
+        return breccia.matmul(breccia.dequantize(breccia.cast(x, "nvfp4")), st)
+
+    fast = torch.compile(trip, fullgraph=True, options={"cpp_wrapper": True})
+    assert same(fast(rows(8, 64)), trip(rows(8, 64)))
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Recipes and layouts as the JSON that operators take, in functions that Dynamo traces or calls."""
+"""Recipes and layouts as the texts that operators take, in functions that Dynamo traces or calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import breccia
 from breccia import InStorage, Layout, ScalingRecipe
 
-from .operators import layout_of
+from .operators import layout_of, text_of
 from .sharing import facts_in_graphs
 
 
@@ -48,9 +48,9 @@ def names(kind: type) -> tuple[str, ...]:
 
 
 @constant
-def json_of(kind: type, fields: tuple[Any, ...]) -> str:
-    """The JSON of the recipe or layout with these fields, of that very class: `PerBlockMN(1, k)` would be a `PerBlockK`."""
-    return type.__call__(kind, *fields).to_json()
+def text_of_fields(kind: type, fields: tuple[Any, ...]) -> str:
+    """The text of the recipe or layout with these fields, of that very class: `PerBlockMN(1, k)` would be a `PerBlockK`."""
+    return text_of(type.__call__(kind, *fields))
 
 
 def fields_of(declared: Any) -> tuple[Any, ...]:
@@ -63,22 +63,22 @@ def known(value: Any) -> Any:
     return range(value).stop if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def recipe_json(recipe: Any) -> str:
-    """The JSON of a recipe."""
-    return json_of(type(recipe), fields_of(recipe))
+def recipe_text(recipe: Any) -> str:
+    """The text of a recipe."""
+    return text_of_fields(type(recipe), fields_of(recipe))
 
 
-def layout_json(layout: Any) -> str:
-    """The JSON of a layout, including a storage layout."""
+def layout_text(layout: Any) -> str:
+    """The text of a layout, including a storage layout."""
     if type(layout) is not InStorage:
-        return json_of(type(layout), fields_of(layout))
-    plain = json_of(type(layout.layout), fields_of(layout.layout))
+        return text_of_fields(type(layout), fields_of(layout))
+    plain = text_of_fields(type(layout.layout), fields_of(layout.layout))
     return _stored_text(plain, layout.storage, tuple([known(n) for n in layout.matrix]), known(layout.data_axes))
 
 
 def facts_of(recipe: Any, layout: Any, padding: int, dtype: str) -> str:
     """What the operator of a layer is told besides its tensors."""
-    return _joined(recipe_json(recipe), layout_json(layout), known(padding), dtype)
+    return _joined(recipe_text(recipe), layout_text(layout), known(padding), dtype)
 
 
 @constant
@@ -88,7 +88,7 @@ def _joined(*facts: Any) -> str:
 
 @constant
 def _stored_text(plain: str, storage: str, matrix: tuple[int, ...], data_axes: int) -> str:
-    return InStorage(layout_of(plain), storage, matrix, data_axes).to_json()
+    return text_of(InStorage(layout_of(plain), storage, matrix, data_axes))
 
 
 def named(recipe: Any) -> Any:

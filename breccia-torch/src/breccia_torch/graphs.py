@@ -19,7 +19,7 @@ from breccia.backend import OPERATIONS, TENSOR, Array, Block, Operation, checks,
 from breccia.internal import FIELDS, keeps_parts, output_dtype, suggestion
 
 from .describing import as_recipe as as_recipe
-from .describing import constant, keep, layout_json, named, recall, recipe_json
+from .describing import constant, keep, layout_text, named, recall, recipe_text
 from .describing import recipe as recipe
 from .operators import SIGN, layout_of, operator_of, recipe_of
 from .views import T as T
@@ -88,7 +88,7 @@ def logical_shape(st: ScaledTensor) -> tuple[int, ...]:
         m, k = st.layout.matrix
         lead = tuple(st.data.shape[: st.data.ndim - st.layout.data_axes])
         return (*lead, m, k) if st.axis == -1 else (*lead, k, m)
-    _, (codes, size), _ = _facts(recipe_json(st.recipe))
+    _, (codes, size), _ = _facts(recipe_text(st.recipe))
     shape = list(st.data.shape)
     shape[st.axis] = shape[st.axis] // size * codes - st.padding
     return tuple(shape)
@@ -122,7 +122,7 @@ def function_of(op: Operation) -> Callable[..., Any]:
                 flat.append(x)
             elif kind == "recipe":
                 recipe = named(x)
-                text = recipe_json(recipe)
+                text = recipe_text(recipe)
                 flat.append(text)
             elif kind == "beside":
                 if not isinstance(x, Tensor) and not (isinstance(x, (tuple, list)) and len(x) == 0):
@@ -264,12 +264,12 @@ def _flat(x: Any) -> tuple[Any, ...]:
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
     parts = [part for part in (x.data, x.scale, x.zero_point, x.global_scale) if part is not None]
-    return parts, recipe_json(x.recipe), layout_json(x.layout), x.axis, x.padding
+    return parts, recipe_text(x.recipe), layout_text(x.layout), x.axis, x.padding
 
 
 def transposed(layout: Any) -> Layout:
     """`layout.mT` under a compiler."""
-    return recall(_transposed(layout_json(layout)))
+    return recall(_transposed(layout_text(layout)))
 
 
 @constant
@@ -288,7 +288,7 @@ def cast_ste_clipped(
 ) -> Array:
     """`breccia.cast_ste_clipped` under a compiler."""
     recipe = named(recipe)
-    low, high = _bounds(recipe_json(recipe), clip_min, clip_max, clip)
+    low, high = _bounds(recipe_text(recipe), clip_min, clip_max, clip)
     return cast_ste(x, recipe, clip="scale" if clip == "scale" else (low, high), **options)
 
 

@@ -64,7 +64,7 @@ _TRAILING = ("scale", "bias", "importance")
 def schema_of(op: Operation) -> str:
     """The schema of an op's operator.
 
-    An operand that may be a ScaledTensor is a list of components with the JSON of its recipe and layout, its axis and its
+    An operand that may be a ScaledTensor is a list of components with the texts of its recipe and layout, its axis and its
     padding; with recipe "", an array is the only item of the list. An absent array is None, and a number has an argument of its
     own. A seed has 64 bits; its sign is the highest. The results of an op with one array are this array, else a list of the
     components of tensors and of arrays, in order.
@@ -281,7 +281,7 @@ def _listed(x: Any) -> tuple[Any, ...]:
     """The operator arguments that describe an operand."""
     if not isinstance(x, ScaledTensor):
         return [x], "", "", -1, 0
-    return list(components(x).values()), x.recipe.to_json(), x.layout.to_json(), x.axis, x.padding
+    return list(components(x).values()), text_of(x.recipe), text_of(x.layout), x.axis, x.padding
 
 
 def _keep_cast_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -297,7 +297,7 @@ def _cast_product_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         parts = torch.ops.breccia.cast(x, ctx.recipe, -1, None, "nearest", None, "propagate")
         of = recipe_of(ctx.recipe)
         layout = checks.fitted_layout(of, tuple(x.shape), -1)
-        written = _from_parts(parts, ctx.recipe, layout.to_json(), -1, -x.shape[-1] % packing(of.format.element)[0])
+        written = _from_parts(parts, ctx.recipe, text_of(layout), -1, -x.shape[-1] % packing(of.format.element)[0])
     needed = ctx.needs_input_grad[0], wanted, bias is not None
     first, second, added = product_gradients(_product, gradient, x, right, bias, needed, written)
     return (first, None, [None] * len(b) if second is None else [second], *(None,) * 5, added)[: len(ctx.needs_input_grad)]
@@ -375,16 +375,30 @@ def _operand(parts: list[Tensor], recipe: str, layout: str, axis: int, padding: 
     return _from_parts(parts, recipe, layout, axis, padding) if recipe else parts[0]
 
 
+def text_of(declared: Any) -> str:
+    """The JSON of a recipe or layout as operators take it: in single quotes, unless its values have some.
+
+    With cpp_wrapper torch 2.13 writes the texts of a graph into C++ as they are, double quotes included.
+    """
+    text: str = declared.to_json()
+    return text if "'" in text or "\\" in text else text.replace('"', "'")
+
+
+def json_in(text: str) -> str:
+    """The JSON of a text: as it is, or as `text_of` writes it."""
+    return text.replace("'", '"') if text.startswith("{'") else text
+
+
 @lru_cache(maxsize=512)
 def recipe_of(text: str) -> ScalingRecipe:
-    """The recipe of that JSON."""
-    return ScalingRecipe.from_json(text)
+    """The recipe of a text (`text_of`)."""
+    return ScalingRecipe.from_json(json_in(text))
 
 
 @lru_cache(maxsize=512)
 def layout_of(text: str) -> Layout:
-    """The layout of that JSON."""
-    return layout_of_tensor(text)
+    """The layout of a text (`text_of`)."""
+    return layout_of_tensor(json_in(text))
 
 
 # ------------------------------------------------------------------------------------------------ registration
@@ -394,8 +408,7 @@ for _op in OPERATIONS.values():
 
 
 # Of layers in graphs that need no gradients. `matmul` has 12 arguments and passes autograd, which takes longer than a small
-# product. Its facts are one text, the hexadecimal digits of a JSON list: recipe, layout, padding, name of a dtype. (With
-# cpp_wrapper torch 2.13 writes texts into C++ as they are, quotes included.)
+# product. Its facts are one text, the hexadecimal digits of a JSON list: recipe, layout, padding, name of a dtype.
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
 _OF_WEIGHT = "Tensor data{0}, Tensor scale{0}, Tensor? zero_point{0}, Tensor? global_scale{0}, Tensor? bias{0}"

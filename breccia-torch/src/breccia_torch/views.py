@@ -14,7 +14,7 @@ from breccia import ScaledTensor, UnsupportedError
 from breccia.backend import dtype_name
 from breccia.internal import fill
 
-from .describing import constant, keep, known, layout_json, named, recall, recipe_json
+from .describing import constant, keep, known, layout_text, named, recall, recipe_text
 from .operators import layout_of, recipe_of
 from .recording import Facts, Numbers, Output, Step, record
 
@@ -88,7 +88,7 @@ def _shape(part: Any) -> Any:
 def _facts(st: Any) -> tuple[Any, ...]:
     parts = _parts(st)
     shapes, dtypes = [_shape(part) for part in parts], [None if part is None else _name_of(part.dtype) for part in parts]
-    return recipe_json(st.recipe), layout_json(st.layout), st.axis, st.padding, tuple(shapes), tuple(dtypes)
+    return recipe_text(st.recipe), layout_text(st.layout), st.axis, st.padding, tuple(shapes), tuple(dtypes)
 
 
 def _applied(method: str, sts: list[Any], *arguments: Any, positions: Any = None) -> tuple[ScaledTensor, ...]:
@@ -159,7 +159,7 @@ def __init__(
     recipe = named(recipe)
     parts = [data, scale, zero_point, global_scale]
     shapes, dtypes = [_shape(part) for part in parts], [None if part is None else _name_of(part.dtype) for part in parts]
-    facts = (recipe_json(recipe), layout_json(layout), known(axis), known(padding), tuple(shapes), tuple(dtypes))
+    facts = (recipe_text(recipe), layout_text(layout), known(axis), known(padding), tuple(shapes), tuple(dtypes))
     layout, axis, tail = _checked(facts, None if shape is None else tuple([known(n) for n in shape]))
     fill(self, data, scale, recipe, recall(layout), zero_point, global_scale, axis, tail)
 
@@ -188,7 +188,7 @@ def to_storage(self: Any, name: str) -> ScaledTensor:
 
 def storage(self: Any) -> str:
     """`ScaledTensor.storage` under a compiler."""
-    return _storage(layout_json(self.layout))
+    return _storage(layout_text(self.layout))
 
 
 @constant

@@ -199,7 +199,7 @@ class TrainingExperts(TrainingLayer):
             raise ShapeError(f"the experts take x of shape (M, {self.in_features}); got {tuple(x.shape)}.")
         dtype = autocast_dtype(x) or x.dtype
         if torch.compiler.is_compiling():
-            return graphs.linear(x.to(dtype), self.weight, None, self.recipe_json, self.state, offsets)
+            return graphs.linear(x.to(dtype), self.weight, None, self.recipe_text, self.state, offsets)
         self.check_plain(x)
         return cast("Tensor", _Experts.apply(x.to(dtype), self.weight, offsets, self.context, dtype, torch.is_grad_enabled()))
 

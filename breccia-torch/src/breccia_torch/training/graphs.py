@@ -30,7 +30,7 @@ _STATE = (
 
 
 def linear(x: Tensor, weight: Tensor, bias: Any, recipe: str, state: StepState | None, offsets: Tensor | None = None) -> Tensor:
-    """The layer in a graph, for x (M, K). recipe: as JSON. offsets: of experts.
+    """The layer in a graph, for x (M, K). recipe: its text. offsets: of experts.
 
     Where x takes no gradient, that of the weight is `weight.grad` in spite of a `main_grad`: graphs omit an operator whose
     results nothing uses.

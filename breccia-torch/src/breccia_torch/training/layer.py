@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from breccia import BrecciaError, TrainingRecipe, UnsupportedError
 
+from ..operators import text_of
 from ..ops import opaque
 from . import state as steps
 from .operands import Context
@@ -25,7 +26,7 @@ class TrainingLayer(nn.Module):
     weight: nn.Parameter
     recipe: TrainingRecipe
     #: What compilers are told of the recipe.
-    recipe_json: str
+    recipe_text: str
     state: StepState | None
     #: The name of the layer in its model.
     name: str = ""
@@ -33,7 +34,7 @@ class TrainingLayer(nn.Module):
     def begin(self, recipe: TrainingRecipe | str, seed: int | None = None, name: str = "") -> None:
         """Take the recipe, and a state if it needs one. seed: of random numbers; by default torch's generator draws one."""
         self.recipe, self.name, self.state = TrainingRecipe.of(recipe), name, None
-        self.recipe_json = self.recipe.to_json()
+        self.recipe_text = text_of(self.recipe)
         if self.recipe.delayed or self.recipe.stochastic:
             if seed is None:
                 seed = int(torch.randint(1 << 62, ())) if self.recipe.stochastic else 0
@@ -43,7 +44,7 @@ class TrainingLayer(nn.Module):
     def end(self) -> None:
         """Undo `begin`: drop the recipe and the state."""
         steps.layers.discard(self)
-        for name in ("recipe", "recipe_json", "name", "state"):
+        for name in ("recipe", "recipe_text", "name", "state"):
             delattr(self, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

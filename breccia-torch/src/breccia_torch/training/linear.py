@@ -189,7 +189,7 @@ class TrainingLinear(nn.Linear, TrainingLayer):  # pyright: ignore[reportIncompa
         if missing:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
         if torch.compiler.is_compiling():
-            y = graphs.linear(rows, self.weight, self.bias, self.recipe_json, self.state)
+            y = graphs.linear(rows, self.weight, self.bias, self.recipe_text, self.state)
         else:
             try:
                 self.check_plain(x)

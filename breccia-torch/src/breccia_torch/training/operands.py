@@ -29,6 +29,7 @@ from breccia.backend import (
 )
 from breccia.internal import GemmOperand, rotating
 
+from ..operators import json_in
 from ..ops import TORCH
 from . import state as steps
 
@@ -49,8 +50,8 @@ class Context(NamedTuple):
 
 @lru_cache(maxsize=64)
 def recipe_of(text: str) -> TrainingRecipe:
-    """The training recipe of that JSON."""
-    return TrainingRecipe.from_json(text)
+    """The training recipe of a text (`operators.text_of`)."""
+    return TrainingRecipe.from_json(json_in(text))
 
 
 class CastOperand(NamedTuple):
