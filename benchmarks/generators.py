@@ -90,12 +90,15 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
 
 
 def _of_cpus() -> Any:
-    """How `generate` compiles, which it leaves out on a CPU unless told: in C++. No call checks that modules are as before."""
+    """How `generate` compiles, which it leaves out on a CPU unless told. No call checks that modules are as before."""
     import torch
     from transformers import CompileConfig
 
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
-    options |= {"cpp_wrapper": True}  # one function in C++ calls the kernels of a graph
+    options = {
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
+        "size_asserts": False,
+        "cpp_wrapper": True,  # one function in C++ calls the kernels of a graph
+    }
     config: Any = CompileConfig(fullgraph=True, mode=None, options=options)  # pyright: ignore
     config._compile_all_devices = True
     return config

@@ -408,7 +408,8 @@ for _op in OPERATIONS.values():
 
 
 # Of layers in graphs that need no gradients. `matmul` has 12 arguments and passes autograd, which takes longer than a small
-# product. Its facts are one text, the hexadecimal digits of a JSON list: recipe, layout, padding, name of a dtype.
+# product. Its facts are one text, the hexadecimal digits of a JSON list: recipe, layout, padding, name of a dtype. (Digits,
+# since texts in a list have quotes of their own: see `text_of`.)
 
 _LIBRARY = torch.library.Library("breccia", "FRAGMENT")
 _OF_WEIGHT = "Tensor data{0}, Tensor scale{0}, Tensor? zero_point{0}, Tensor? global_scale{0}, Tensor? bias{0}"

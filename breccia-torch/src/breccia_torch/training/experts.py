@@ -78,7 +78,8 @@ def forward(
     checks.check_grouped(x, weight.mT, offsets)
     places = Places.of(len(x), offsets, how.recipe)
     of_x = cast_operand(how, "input", places.spread(x), columns=need_w, record=record)
-    w_rows, _ = cast_weight(how, weight, columns=need_x)
+    captured = steps.in_graphs(weight)
+    w_rows, _ = cast_weight(how, weight, captured=captured, columns=need_x and not captured)
     y = calls.grouped_matmul(of_x.rows, w_rows.mT, places.offsets, product_options(str(dtype).removeprefix("torch.")))
     return places.gathered(y), kept_of(of_x)
 
@@ -95,7 +96,7 @@ def backward(
         steps.count_pass(how, weight)
     dx = dw = None
     if need_x:
-        _, w_columns = cast_weight(how, weight, rows=False)
+        _, w_columns = cast_weight(how, weight, captured=steps.in_graphs(weight), rows=False)
         options = product_options(str(dtype).removeprefix("torch."))
         dx = places.gathered(calls.grouped_matmul(of_dy.rows, w_columns, places.offsets, options))
     if kept:

@@ -47,16 +47,17 @@ def forward(
     need_x: bool,
     need_w: bool,
     record: bool,
-    captured: bool = False,
+    holds: bool = False,
 ) -> tuple[Tensor, list[Tensor], Operand | None]:
-    """(y in `dtype`, what `backward` needs of x, the columns of a captured weight) for x (M, K), weight (N, K) and bias (N,).
+    """(y in `dtype`, what `backward` needs of x, columns of the weight to hold) for x (M, K), weight (N, K) and bias (N,).
 
     need_x, need_w: the gradients that the backward pass will compute. The second needs the components of the columns of x.
-    record: a backward pass may follow, which notes amaxes for the scales of later steps. captured: a CUDA graph has the
-    weight, and the caller holds its columns for `backward`.
+    record: a backward pass may follow, which notes amaxes for the scales of later steps. holds: where a CUDA graph has the
+    weight, the caller holds its columns for `backward`, since nothing else keeps them. Otherwise the third result is None.
     """
+    captured = steps.in_graphs(weight)
     of_x = cast_operand(how, "input", x, columns=need_w, record=record)
-    w_rows, w_columns = cast_weight(how, weight, columns=need_x, held=captured)
+    w_rows, w_columns = cast_weight(how, weight, captured=captured, columns=need_x and (holds or not captured))
     fast = "output" in how.recipe.fast_accumulation
     y = multiply(of_x.rows, w_rows.mT, dtype, None if bias is None else bias.detach(), fast=fast)
     return y, kept_of(of_x), w_columns if captured else None
@@ -85,7 +86,7 @@ def backward(
     fast = how.recipe.fast_accumulation
     if need_x:
         if w_columns is None:
-            _, w_columns = cast_weight(how, weight, rows=False)
+            _, w_columns = cast_weight(how, weight, captured=steps.in_graphs(weight), rows=False)
         dx = multiply(dy_rows, w_columns, dtype, fast="grad_input" in fast)
     if kept:
         assert dy_columns is not None
@@ -107,9 +108,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Context, dtype: Any, record: bool) -> Tensor:
         need_x, need_w, *_ = ctx.needs_input_grad
-        captured = steps.in_graphs(weight)
         needs = {"need_x": need_x, "need_w": need_w, "record": record}
-        y, kept, w_columns = forward(x, weight, bias, how, dtype, **needs, captured=captured)
+        y, kept, w_columns = forward(x, weight, bias, how, dtype, **needs, holds=True)
         of_w = [] if w_columns is None else parts_of(w_columns)
         # The saved weight is for autograd's check that nothing writes to it before the backward pass. Checkpoints would
         # return it as another object, whose casts nobody has kept.

@@ -160,18 +160,16 @@ def forget_casts() -> None:
     _last.clear()
 
 
-def cast_weight(
-    how: Context, weight: Tensor, *, rows: bool = True, columns: bool = True, held: bool = False
-) -> tuple[Any, Any]:
+def cast_weight(how: Context, weight: Tensor, *, captured: bool, rows: bool = True, columns: bool = True) -> tuple[Any, Any]:
     """(rows, columns) of a weight, cast once until it changes: an optimizer steps, or anything writes to it in place.
 
     Values written through `weight.data` are noticed at the end of the step. Layers that share a weight share its casts. Casts
-    of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast. Of a weight that
-    is in a CUDA graph nothing is kept here: the caller has said that it is one and holds what it gets (`held`), or its columns
-    are cast where they are asked for alone, after a forward pass that has recorded the amax.
+    of a weight without memory, as fully_shard leaves it after a pass, are let go when the next weight is cast.
+
+    captured: what `steps.in_graphs` says of the weight. Then nothing is kept here: each call casts what it asks for. The rows
+    are asked for first, so they record the amax.
     """
-    if held or steps.in_graphs(weight):
-        columns = columns and (held or not rows)
+    if captured:
         return _noted(how, cast_operand(how, "weight", weight, rows=rows, columns=columns, record=rows))
     now = weight.data_ptr(), weight.dtype, weight._version, steps.generation
     of_weight = _weights.get(id(weight))
