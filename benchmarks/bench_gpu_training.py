@@ -166,13 +166,15 @@ def measured(shape: tuple[int, int, int], arms: list[str], device: str, samples:
     runs.add(makers)
     peaks: dict[str, int] = {}
     graphs: dict[str, str] = {}
+    captured: list[Call] = []  # a CUDA graph keeps addresses, not tensors
     for arm, call in runs.calls.items():
         runs.timers["one_thread", arm] = Timer(in_one_thread(call), device)
         if device == "cuda":
             peaks[arm] = peak_of(partial(made, arm), x)
             if not arm.startswith("TransformerEngine"):
                 try:  # of another layer: of a weight that a graph has had, calls keep no casts
-                    runs.timers["graph", arm] = Timer(graph_of(made(arm)[0]), device)
+                    captured.append(made(arm)[0])
+                    runs.timers["graph", arm] = Timer(graph_of(captured[-1]), device)
                 except Exception as e:
                     graphs[arm] = message(e)
     for timer in runs.timers.values():
