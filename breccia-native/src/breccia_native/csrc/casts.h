@@ -9,6 +9,12 @@
 #include "instructions.h"
 #include "numbers.h"
 
+#if defined(__GNUC__)
+#define PREFETCH(at) __builtin_prefetch(at)
+#else
+#define PREFETCH(at)
+#endif
+
 /* A matrix in memory: strides in bytes. */
 typedef struct {
     const char *at;

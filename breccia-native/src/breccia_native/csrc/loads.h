@@ -11,10 +11,8 @@
 
 #if defined(__GNUC__)
 #define UNROLL _Pragma("GCC unroll 20")
-#define PREFETCH(at) __builtin_prefetch(at)
 #else
 #define UNROLL
-#define PREFETCH(at)
 #endif
 
 INLINE uint32_t number_at(const char *x, int kind)

@@ -183,26 +183,28 @@ INLINE __m512 sum_of_squares(const int how, const int weighted, const estimator 
     return sum;
 }
 
-/* The same of integers; and in `opposite` S under the opposite scale, where t and codes have the other sign. */
-INLINE __m512 sums_of_twins(const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t i,
-    Py_ssize_t end, __m512i multiplier, __m512 *opposite)
+/* The same of two scales, the second one's in `other`: their operations do not wait for each other. Of integers the second is the opposite
+   of the first, where t and codes have the other sign. */
+INLINE __m512 sums_of_two(const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t i, Py_ssize_t end,
+    __m512i multiplier, __m512i second, __m512 *other)
 {
-    __m512 sum = _mm512_setzero_ps(), other = sum;
+    __m512 sum = _mm512_setzero_ps(), sum_of_other = sum;
     for (; i < end; i += 4) {
         __m512i squares = _mm512_setzero_si512(), others = squares;
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
-            const __m512i t = _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier);
-            __m512i v, u;
+            const __m512i a = _mm512_load_si512(part->a[i + j]);
+            __m512i d, e;
             if (how == WHOLE_CELLS) {
-                const __m512i cell = _mm512_srav_epi16(t, by->places);
-                v = _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]);
-                u = _mm512_permutex2var_epi16(by->opposite_inside[0], cell, by->opposite_inside[1]);
-            } else {
+                const __m512i t = _mm512_mulhrs_epi16(a, multiplier), cell = _mm512_srav_epi16(t, by->places);
+                d = _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]));
+                e = _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->opposite_inside[0], cell, by->opposite_inside[1]));
+            } else if (how == ROUNDED) {
+                const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
                 const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
-                v = _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high);
-                u = _mm512_min_epi16(_mm512_max_epi16(whole, by->opposite_low), by->opposite_high);
-            }
-            __m512i d = _mm512_sub_epi16(t, v), e = _mm512_sub_epi16(t, u);
+                d = _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high));
+                e = _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->opposite_low), by->opposite_high));
+            } else
+                d = distance_of(how, by, a, multiplier), e = distance_of(how, by, a, second);
             if (weighted) {
                 const __m512i root = _mm512_load_si512(part->root[i + j]);
                 d = _mm512_mulhrs_epi16(d, root), e = _mm512_mulhrs_epi16(e, root);
@@ -211,9 +213,9 @@ INLINE __m512 sums_of_twins(const int how, const int weighted, const estimator *
             others = with_squares(others, e);
         }
         sum = _mm512_add_ps(sum, _mm512_cvtepu32_ps(squares));
-        other = _mm512_add_ps(other, _mm512_cvtepu32_ps(others));
+        sum_of_other = _mm512_add_ps(sum_of_other, _mm512_cvtepu32_ps(others));
     }
-    *opposite = other;
+    *other = sum_of_other;
     return sum;
 }
 
@@ -334,6 +336,46 @@ INLINE __m512 inverse_of(__m512 a)
     return _mm512_fnmadd_ps(_mm512_mul_ps(a, near), near, twice);
 }
 
+/* Whether a candidate may be the best of any lane. */
+INLINE int possible(const candidates *all, Py_ssize_t c, __m512 most)
+{
+    return _mm512_cmp_ps_mask(_mm512_load_ps(all->bound[c]), most, _CMP_LE_OQ) != 0;
+}
+
+/* A scale of each lane: M before it is rounded, and its magnitude; M, and M for both elements of a pair; and what is 1 in t. */
+typedef struct {
+    __m512 exact, size, unit;
+    __m512i rounded, of_pairs;
+} multiplier;
+
+INLINE multiplier multiplier_of(__m512 e, __m512 fraction, __m512 power)
+{
+    multiplier m;
+    m.exact = _mm512_mul_ps(fraction, inverse_of(e)), m.size = _mm512_abs_ps(m.exact);
+    m.unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
+    m.rounded = _mm512_cvtps_epi32(m.exact);
+    m.of_pairs = _mm512_mask_mov_epi16(m.rounded, 0xaaaaaaaa, _mm512_slli_epi32(m.rounded, 16));
+    return m;
+}
+
+/* Raise the bound of a candidate to what S leaves, or to infinity in the lanes `other`; and lower `most` to what its error is at most.
+   length: what NEAR is multiplied by. of_weights: what is added to that. */
+INLINE void settle(const estimator *by, const multiplier *m, __m512 sum, __m512 length, __m512 of_weights, __mmask16 other, float *bound,
+    __m512 *most)
+{
+    const __mmask16 known = _mm512_cmp_ps_mask(m->size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
+    const __m512 root = _mm512_mul_ps(sum, _mm512_rsqrt14_ps(_mm512_max_ps(sum, _mm512_set1_ps(1))));
+    const __m512 rounding = _mm512_abs_ps(_mm512_sub_ps(m->exact, _mm512_cvtepi32_ps(m->rounded)));
+    const __m512 of_all = _mm512_add_ps(rounding, _mm512_set1_ps(by->near));
+    const __m512 of_t = _mm512_fmadd_ps(m->size, _mm512_set1_ps(0.51f * 0x1p-15f), of_all);
+    const __m512 near = _mm512_fmadd_ps(of_t, length, of_weights), before = _mm512_load_ps(bound);
+    const __m512 above = _mm512_mul_ps(m->unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
+    const __m512 below = _mm512_mul_ps(m->unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
+    const __m512 raised = _mm512_mask_max_ps(before, known, before, below);
+    _mm512_store_ps(bound, _mm512_mask_mov_ps(raised, other, _mm512_set1_ps(INFINITY)));
+    *most = _mm512_mask_min_ps(*most, known, *most, above);
+}
+
 /* Find the candidates that may be the best, with bounds of their errors. from: the blocks, whose rows are `down` bytes apart. roots: of their
    weights. */
 INLINE void estimate_by(const int how, const int weighted, int kind, const estimator *by, const searched *s, const window *w,
@@ -351,8 +393,9 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
         s->dtype == FP32 ? load_singles : s->dtype == FP16 ? load_halves : load_brains;
     const __m512 power = _mm512_mul_ps(_mm512_load_ps(g->power), _mm512_set1_ps(by->step / by->lift * (weighted ? 0x1.6a09e6p0f : 1)));
     const float root_of_n = __builtin_sqrtf((float)(s->m * s->k));
-    __m512 length = _mm512_set1_ps(root_of_n), most = _mm512_set1_ps(INFINITY); /* by which NEAR is multiplied */
-    uint32_t turns = 0;
+    const __m512 of_weights = _mm512_set1_ps(weighted ? 1.6f * root_of_n : 0);
+    __m512 length = _mm512_set1_ps(root_of_n), most = _mm512_set1_ps(INFINITY);
+    uint32_t settled = 0;
     candidates_of(s, w->some, reach, g, all);
     const Py_ssize_t bytes = s->dtype == FP32 ? 4 : 2, together = s->k <= SEGMENT ? SEGMENT / ((s->k + 15) / 16 * 16) : 1;
     for (Py_ssize_t r = 0, rows; r < s->m; r += rows) {
@@ -380,62 +423,61 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                 }
                 length = _mm512_mul_ps(_mm512_sqrt_ps(weight), _mm512_set1_ps(0x1p-15f));
             }
-            uint8_t has_sum[CANDIDATES] = {0}; /* from its twin */
+            uint32_t summed = 0;
             /* Small scales come last: if one element's error rules one out in all lanes, it does so with those that are smaller. */
             for (Py_ssize_t c = 0, before = w->some; before > 0; c = --before) {
-                const __m512 bound = _mm512_load_ps(all->bound[c]), e = _mm512_load_ps(all->scale[c]);
-                if (!_mm512_cmp_ps_mask(bound, most, _CMP_LE_OQ)) {
+                if (summed >> c & 1)
+                    continue;
+                if (!possible(all, c, most)) {
                     before = w->first[c];
                     continue;
                 }
-                const __m512 multiplier = _mm512_mul_ps(fraction, inverse_of(e)), size = _mm512_abs_ps(multiplier);
-                const __m512 unit = _mm512_abs_ps(_mm512_mul_ps(e, power));
-                if (first && c == 0 && of_integers) { /* no integer is farther than half a step */
-                    const __mmask16 inside = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ);
-                    most = _mm512_mask_mul_ps(most, inside, unit, _mm512_set1_ps(0.505f * by->lift * root_of_n));
+                const multiplier of_c = multiplier_of(_mm512_load_ps(all->scale[c]), fraction, power);
+                multiplier of_d = of_c;
+                Py_ssize_t d = 0; /* the candidate that is estimated with c, or 0 */
+                __mmask16 alike = 0;
+                if (of_integers) {
+                    const __mmask16 inside = _mm512_cmp_ps_mask(of_c.size, _mm512_set1_ps(by->alike), _CMP_LE_OQ);
+                    if (first && c == 0) /* no integer is farther than half a step */
+                        most = _mm512_mask_mul_ps(most, inside, of_c.unit, _mm512_set1_ps(0.505f * by->lift * root_of_n));
+                    d = w->twin[c];
+                    if (d) /* what is as good as its twin, an earlier one, is not the first of the best */
+                        alike = inside;
+                    if (alike == 0xffff)
+                        continue;
+                } else {
+                    while (!d && before > 1)
+                        if (possible(all, before - 1, most))
+                            d = --before;
+                        else
+                            before = w->first[before - 1];
+                    if (d)
+                        of_d = multiplier_of(_mm512_load_ps(all->scale[d]), fraction, power);
                 }
-                /* What is as good as its twin, an earlier one, is not the first of the best. */
-                const Py_ssize_t twin = of_integers ? w->twin[c] : 0;
-                const __mmask16 alike = twin ? _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->alike), _CMP_LE_OQ) : 0;
-                if (alike == 0xffff)
-                    continue;
-                const __m512i m = _mm512_cvtps_epi32(multiplier);
-                const __m512i both = _mm512_mask_mov_epi16(m, 0xaaaaaaaa, _mm512_slli_epi32(m, 16));
-                for (Py_ssize_t j = 0; j < pairs && !has_sum[c]; j += TOGETHER) {
+                for (Py_ssize_t j = 0; j < pairs; j += TOGETHER) {
                     const Py_ssize_t end = pairs - j < TOGETHER ? pairs : j + TOGETHER;
                     const int begins = first && j == 0;
-                    if (twin) {
-                        __m512 of_twin, sum = sums_of_twins(how, weighted, by, &part, j, end, both, &of_twin);
-                        sums[c] = begins ? sum : _mm512_add_ps(sums[c], sum);
-                        sums[twin] = begins ? of_twin : _mm512_add_ps(sums[twin], of_twin);
-                    } else {
-                        const __m512 sum = sum_of_squares(how, weighted, by, &part, j, end, both);
-                        sums[c] = begins ? sum : _mm512_add_ps(sums[c], sum);
-                    }
+                    __m512 sum, sum_of_d = _mm512_setzero_ps();
+                    if (d) {
+                        sum = sums_of_two(how, weighted, by, &part, j, end, of_c.of_pairs, of_d.of_pairs, &sum_of_d);
+                        sums[d] = begins ? sum_of_d : _mm512_add_ps(sums[d], sum_of_d);
+                    } else
+                        sum = sum_of_squares(how, weighted, by, &part, j, end, of_c.of_pairs);
+                    sums[c] = begins ? sum : _mm512_add_ps(sums[c], sum);
                 }
-                if (twin)
-                    has_sum[twin] = 1;
-                if (!last)
-                    continue;
-                const __mmask16 known = _mm512_cmp_ps_mask(size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
-                const __m512 root = _mm512_mul_ps(sums[c], _mm512_rsqrt14_ps(_mm512_max_ps(sums[c], _mm512_set1_ps(1))));
-                const __m512 rounding = _mm512_abs_ps(_mm512_sub_ps(multiplier, _mm512_cvtepi32_ps(m)));
-                const __m512 of_all = _mm512_add_ps(rounding, _mm512_set1_ps(by->near));
-                const __m512 of_t = _mm512_fmadd_ps(size, _mm512_set1_ps(0.51f * 0x1p-15f), of_all);
-                const __m512 near = _mm512_fmadd_ps(of_t, length, _mm512_set1_ps(weighted ? 1.6f * root_of_n : 0));
-                const __m512 above = _mm512_mul_ps(unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
-                const __m512 below = _mm512_mul_ps(unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
-                const __m512 raised = _mm512_mask_max_ps(bound, known, bound, below);
-                _mm512_store_ps(all->bound[c], _mm512_mask_mov_ps(raised, alike, _mm512_set1_ps(INFINITY)));
-                most = _mm512_mask_min_ps(most, known, most, above);
-                turns |= 1u << c;
+                if (last)
+                    settle(by, &of_c, sums[c], length, of_weights, alike, all->bound[c], &most);
+                if (last && d)
+                    settle(by, &of_d, sums[d], length, of_weights, 0, all->bound[d], &most);
+                summed |= 1u << c | (d ? 1u << d : 0);
             }
+            settled = summed;
         }
     }
     __m512i may = _mm512_setzero_si512();
-    for (; turns; turns &= turns - 1) {
-        const __mmask16 here = _mm512_cmp_ps_mask(_mm512_load_ps(all->bound[__builtin_ctz(turns)]), most, _CMP_LE_OQ);
-        may = _mm512_mask_or_epi32(may, here, may, _mm512_set1_epi32((int)(turns & -turns)));
+    for (; settled; settled &= settled - 1) {
+        const __mmask16 here = _mm512_cmp_ps_mask(_mm512_load_ps(all->bound[__builtin_ctz(settled)]), most, _CMP_LE_OQ);
+        may = _mm512_mask_or_epi32(may, here, may, _mm512_set1_epi32((int)(settled & -settled)));
     }
     _mm512_store_si512(all->may, may);
 }
