@@ -113,6 +113,18 @@ def test_a_scaled_tensor_is_a_pytree_of_its_components(recipe: breccia.ScalingRe
     assert hash(jax.tree.structure(again)) == hash(structure.children()[1])
 
 
+@pytest.mark.parametrize("spec", ["nvfp4", "fp8_block"])
+def test_a_tensor_is_converted_to_leaves_once(spec: str) -> None:
+    """A compiled function flattens its arguments in each call, and outside of it a conversion is a copy."""
+    first = breccia.cast(jnp.linspace(-1, 1, 32 * 256, dtype=jnp.float32).reshape(32, 256), spec)
+    parts = first.data, first.scale, first.recipe, first.layout, first.zero_point, first.global_scale
+    st = breccia.ScaledTensor(*parts)
+    jax.jit(lambda: jax.tree.leaves(st))()  # keeps no value of its trace
+    leaves = jax.tree.leaves(st)
+    assert all(a is b for a, b in zip(leaves, jax.tree.leaves(st), strict=True))
+    assert breccia.bytes_equal(st, first) and st.data.dtype == parts[0].dtype and st.scale.dtype == parts[1].dtype
+
+
 def test_pytrees_with_different_metadata_differ() -> None:
     st = breccia.cast(rows(4), MXFP8)
     others = [

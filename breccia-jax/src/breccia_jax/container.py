@@ -243,8 +243,13 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     if isinstance(st.held, Held):
         lengths = st.held.lengths if any(st.held.lengths) else _lengths(st)
         return st.held.flat, Static(Metadata.of(st), st.held.dtypes, lengths)
-    words, dtypes = zip(*map(leaf_of, (st.data, st.scale, st.zero_point, st.global_scale)), strict=True)
-    return Held(words, dtypes).flat, Static(Metadata.of(st), dtypes, _lengths(st))
+    parts, lengths = (st.data, st.scale, st.zero_point, st.global_scale), _lengths(st)
+    words, dtypes = zip(*map(leaf_of, parts), strict=True)
+    held = Held(words, dtypes)
+    arrays = all(part is None or isinstance(part, jax.Array) for part in parts)
+    if any(dtypes) and arrays and all(map(_outlives, words, parts)):
+        st.hold(held)  # outside of compiled functions words are copies, which the next call would make again
+    return held.flat, Static(Metadata.of(st), dtypes, lengths)
 
 
 def _lengths(st: ScaledTensor) -> Lengths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +122,16 @@ class ScaledTensor:
         """The tensor whose components are made from the sources of `held` when they are read, unchecked: for pytrees."""
         data, scale, zero_point, global_scale = held.sources
         self = cls.from_parts(data, scale, recipe, layout, zero_point, global_scale, axis, padding)
+        self.hold(held)
+        return self
+
+    def hold(self, held: Held) -> None:
+        """Make components from the sources of `held` when they are read, from now on: the same bytes, unchecked."""
+        _HELD(self, held)  # first: another thread may read a component meanwhile
         for n, unset in enumerate(_UNSET):
             if held.replaces(n):
-                unset(self)
-        _HELD(self, held)
-        return self
+                with suppress(AttributeError):  # another thread has done so
+                    unset(self)
 
     @property
     def data_source(self) -> Any:
