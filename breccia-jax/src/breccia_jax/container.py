@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -248,7 +249,8 @@ def _flatten(st: ScaledTensor) -> tuple[tuple[Any, ...], Static]:
     held = Held(words, dtypes)
     arrays = all(part is None or isinstance(part, jax.Array) for part in parts)
     if any(dtypes) and arrays and all(map(_outlives, words, parts)):
-        st.hold(held)  # outside of compiled functions words are copies, which the next call would make again
+        with suppress(AttributeError):  # another thread has done so
+            st.hold(held)  # outside of compiled functions words are copies, which the next call would make again
     return held.flat, Static(Metadata.of(st), dtypes, lengths)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +129,7 @@ class ScaledTensor:
         _HELD(self, held)  # first: another thread may read a component meanwhile
         for n, unset in enumerate(_UNSET):
             if held.replaces(n):
-                with suppress(AttributeError):  # another thread has done so
-                    unset(self)
+                unset(self)
 
     @property
     def data_source(self) -> Any:

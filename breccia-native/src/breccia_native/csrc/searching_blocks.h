@@ -87,7 +87,7 @@ static void search_group(const search_state *state, Py_ssize_t start, int count)
     for (int l = 0; l < LANES; l++) {
         const Py_ssize_t block = start + (l < count ? l : 0);
         x[l] = s->x + (s->m > 1 ? block / s->across * s->m * down + block % s->across * along : block * along);
-        PREFETCH(x[l] + 2 * LANES * along); /* of blocks of one line of the cache; the hardware sees longer ones */
+        PREFETCH(x[l] + 2 * LANES * along); /* the blocks two groups later, if they are one line of the cache each */
     }
     EACH_LANE
     {

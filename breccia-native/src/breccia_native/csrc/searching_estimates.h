@@ -131,10 +131,9 @@ static estimator estimator_of(int kind, const searched *s)
     return by;
 }
 
-/* d of pairs of elements. */
-INLINE __m512i distance_of(const int how, const estimator *by, __m512i a, __m512i multiplier)
+/* d of pairs of elements with this t; of integers also under the opposite scale, where t and codes have the other sign. */
+INLINE __m512i distance_of(const int how, const int opposite, const estimator *by, __m512i t)
 {
-    const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
     if (how == CELLS)
         return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(_mm512_srli_epi16(t, 10), by->below));
     if (how == FAR_CELLS) {
@@ -142,12 +141,13 @@ INLINE __m512i distance_of(const int how, const estimator *by, __m512i a, __m512
         return _mm512_sub_epi16(t, _mm512_permutexvar_epi16(cell, by->below));
     }
     if (how == WHOLE_CELLS) {
-        const __m512i cell = _mm512_srav_epi16(t, by->places);
-        return _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]));
+        const __m512i *const inside = opposite ? by->opposite_inside : by->inside;
+        return _mm512_sub_epi16(t, _mm512_permutex2var_epi16(inside[0], _mm512_srav_epi16(t, by->places), inside[1]));
     }
     if (how == ROUNDED) {
         const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
-        return _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high));
+        const __m512i low = opposite ? by->opposite_low : by->low, high = opposite ? by->opposite_high : by->high;
+        return _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, low), high));
     }
     const __m512i inside = _mm512_min_epi16(_mm512_max_epi16(t, by->low), by->high), cell = _mm512_srai_epi16(inside, 10);
     const __mmask32 reached = _mm512_cmpge_epi16_mask(inside, _mm512_permutexvar_epi16(cell, by->starts));
@@ -173,7 +173,7 @@ INLINE __m512 sum_of_squares(const int how, const int weighted, const estimator 
     for (; i < end; i += 4) {
         __m512i squares = _mm512_setzero_si512();
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
-            __m512i d = distance_of(how, by, _mm512_load_si512(part->a[i + j]), multiplier);
+            __m512i d = distance_of(how, 0, by, _mm512_mulhrs_epi16(_mm512_load_si512(part->a[i + j]), multiplier));
             if (weighted)
                 d = _mm512_mulhrs_epi16(d, _mm512_load_si512(part->root[i + j]));
             squares = with_squares(squares, d);
@@ -184,27 +184,18 @@ INLINE __m512 sum_of_squares(const int how, const int weighted, const estimator 
 }
 
 /* The same of two scales, the second one's in `other`: their operations do not wait for each other. Of integers the second is the opposite
-   of the first, where t and codes have the other sign. */
+   of the first. */
 INLINE __m512 sums_of_two(const int how, const int weighted, const estimator *by, const segment *part, Py_ssize_t i, Py_ssize_t end,
     __m512i multiplier, __m512i second, __m512 *other)
 {
+    const int opposite = how == WHOLE_CELLS || how == ROUNDED;
     __m512 sum = _mm512_setzero_ps(), sum_of_other = sum;
     for (; i < end; i += 4) {
         __m512i squares = _mm512_setzero_si512(), others = squares;
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
-            const __m512i a = _mm512_load_si512(part->a[i + j]);
-            __m512i d, e;
-            if (how == WHOLE_CELLS) {
-                const __m512i t = _mm512_mulhrs_epi16(a, multiplier), cell = _mm512_srav_epi16(t, by->places);
-                d = _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->inside[0], cell, by->inside[1]));
-                e = _mm512_sub_epi16(t, _mm512_permutex2var_epi16(by->opposite_inside[0], cell, by->opposite_inside[1]));
-            } else if (how == ROUNDED) {
-                const __m512i t = _mm512_mulhrs_epi16(a, multiplier);
-                const __m512i whole = _mm512_and_si512(_mm512_adds_epi16(t, by->half), by->mask);
-                d = _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->low), by->high));
-                e = _mm512_sub_epi16(t, _mm512_min_epi16(_mm512_max_epi16(whole, by->opposite_low), by->opposite_high));
-            } else
-                d = distance_of(how, by, a, multiplier), e = distance_of(how, by, a, second);
+            const __m512i a = _mm512_load_si512(part->a[i + j]), t = _mm512_mulhrs_epi16(a, multiplier);
+            __m512i d = distance_of(how, 0, by, t);
+            __m512i e = distance_of(how, opposite, by, opposite ? t : _mm512_mulhrs_epi16(a, second));
             if (weighted) {
                 const __m512i root = _mm512_load_si512(part->root[i + j]);
                 d = _mm512_mulhrs_epi16(d, root), e = _mm512_mulhrs_epi16(e, root);
@@ -358,9 +349,9 @@ INLINE multiplier multiplier_of(__m512 e, __m512 fraction, __m512 power)
     return m;
 }
 
-/* Raise the bound of a candidate to what S leaves, or to infinity in the lanes `other`; and lower `most` to what its error is at most.
+/* Raise the bound of a candidate to what S leaves, or to infinity in the lanes `alike`; and lower `most` to what its error is at most.
    length: what NEAR is multiplied by. of_weights: what is added to that. */
-INLINE void settle(const estimator *by, const multiplier *m, __m512 sum, __m512 length, __m512 of_weights, __mmask16 other, float *bound,
+INLINE void settle(const estimator *by, const multiplier *m, __m512 sum, __m512 length, __m512 of_weights, __mmask16 alike, float *bound,
     __m512 *most)
 {
     const __mmask16 known = _mm512_cmp_ps_mask(m->size, _mm512_set1_ps(by->limit), _CMP_LE_OQ);
@@ -372,7 +363,7 @@ INLINE void settle(const estimator *by, const multiplier *m, __m512 sum, __m512 
     const __m512 above = _mm512_mul_ps(m->unit, _mm512_fmadd_ps(root, _mm512_set1_ps(1 + SLACK), near));
     const __m512 below = _mm512_mul_ps(m->unit, _mm512_fmsub_ps(root, _mm512_set1_ps(1 - SLACK), near));
     const __m512 raised = _mm512_mask_max_ps(before, known, before, below);
-    _mm512_store_ps(bound, _mm512_mask_mov_ps(raised, other, _mm512_set1_ps(INFINITY)));
+    _mm512_store_ps(bound, _mm512_mask_mov_ps(raised, alike, _mm512_set1_ps(INFINITY)));
     *most = _mm512_mask_min_ps(*most, known, *most, above);
 }
 
@@ -433,7 +424,7 @@ INLINE void estimate_by(const int how, const int weighted, int kind, const estim
                     continue;
                 }
                 const multiplier of_c = multiplier_of(_mm512_load_ps(all->scale[c]), fraction, power);
-                multiplier of_d = of_c;
+                multiplier of_d = of_c; /* so it is of a twin, but for the sign */
                 Py_ssize_t d = 0; /* the candidate that is estimated with c, or 0 */
                 __mmask16 alike = 0;
                 if (of_integers) {
