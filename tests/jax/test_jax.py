@@ -17,7 +17,8 @@ from fresh import printed
 import breccia
 import breccia_jax
 from breccia import Kernel
-from breccia.arrays.frameworks import device_of, framework_of
+from breccia.arrays.frameworks import device_of, framework_of, place_of
+from breccia.backend import registry
 from breccia.dispatch.table import Table
 from breccia.operations import OPERATIONS
 from breccia.options import DEFAULT
@@ -847,6 +848,21 @@ def test_traced_arrays_have_no_device() -> None:
     closed = breccia.cast(rows(8), MXFP8)
     jax.jit(function)(rows(4))
     assert seen == [None, jax.default_backend().replace("gpu", "cuda"), "cast of mxfp8 on jax"]
+
+
+def test_the_first_array_of_a_traced_type_is_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer asks for the kernel of its product, and so for its device, before any op has met the type of its array."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    seen: list[str] = []
+
+    def placed(x: Any) -> Any:
+        for place in (device_of, lambda x: place_of(x).kind):
+            registry().types.pop(type(x), None)
+            seen.append(place(x))
+        return x
+
+    jax.vmap(placed)(jnp.ones((2, 4)))
+    assert seen == ["cuda", "cuda"] and place_of(object()).kind == "cpu"
 
 
 def test_codes_have_the_float8_dtypes_of_jax(recipe: breccia.ScalingRecipe) -> None:

@@ -236,18 +236,24 @@ def device_of(array: object) -> str:
 
 def place_of(array: object) -> Device:
     """The device of an array, with its number and compute capability where the framework knows them."""
-    framework = None if current is None else current.types.get(type(array))
+    framework = _known(array)
     return _place(_declared_device(array), None if framework is None else framework.capability)
 
 
 def _declared_device(array: object) -> Any:
     """The framework's device object of an array; None if it has none."""
     device = getattr(array, "device", None)
-    if device is None and current is not None:
-        framework = current.types.get(type(array))
-        if framework is not None and framework.device is not None:
-            device = targets.load(framework.device)()
+    if device is None and (framework := _known(array)) is not None and framework.device is not None:
+        device = targets.load(framework.device)()
     return next(iter(getattr(device, "device_set", ())), device)  # JAX: the sharding of an array over devices of one kind
+
+
+def _known(array: object) -> Framework | None:
+    """The framework of an array, which may be the first of its type; None of other objects."""
+    try:
+        return None if current is None else framework_of(array)
+    except UnsupportedError:
+        return None
 
 
 def _kind(device: Any) -> str:
