@@ -338,6 +338,21 @@ def test_operands_elsewhere_are_refused_before_any_launch() -> None:
 
 
 @on_cuda
+@pytest.mark.parametrize("pair", ["tensor", "row", "tiles", "blocks"])
+def test_torch_writes_to_the_memory_of_the_caller(pair: str) -> None:
+    a, w = operand((256, 512), PAIRS[pair][0], 1), operand((2048, 512), PAIRS[pair][1], 2)
+    multiply = functools.partial(breccia.matmul, a, w.mT, "bfloat16", prefer="torch.scaled_mm")
+    expected = multiply()
+    out, apart = torch.empty_like(expected), torch.zeros(256, 2080, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert multiply(out=out) is out and torch.equal(out, expected)
+    assert torch.cuda.max_memory_allocated() - before < out.nbytes
+    multiply(out=apart[:, :2048])
+    assert torch.equal(apart[:, :2048], expected) and not apart[:, 2048:].any()
+
+
+@on_cuda
 @pytest.mark.parametrize("name", ["torch.scaled_mm", "torch.scaled_mm_fast"])
 def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
     for pair, dtypes in (("tensor", ROUNDOFF), ("row", ("bfloat16",)), ("tiles", ("bfloat16",)), ("blocks", ("bfloat16",))):
@@ -351,6 +366,22 @@ def test_products_of_torch_are_kernels_of_the_same_table(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ without one
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", ["fp8_current", "fp8_row"])
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_torch_multiplies_in_the_memory_of_the_host_too(lead: tuple[int, ...], spec: str, out_dtype: str) -> None:
+    """What the executable enqueues, of matrices as torch takes them and of operands that are made so."""
+    if spec == "fp8_row" and torch.__version__ < "2.12":
+        pytest.skip("torch before 2.12 multiplies rows with scales of their own on GPUs only")
+    generator = torch.Generator().manual_seed(1)
+    a, w = (breccia.cast(torch.randn(*shape, generator=generator), spec) for shape in ((*lead, 16, 64), (32, 64)))
+    for first, second in ((a, w.mT), (a[..., ::2, :], breccia.cast(torch.randn(64, 32, generator=generator), spec, axis=-2))):
+        multiplied = scaled_mm._executable(first, second, None, out_dtype, False)
+        to = torch.empty(multiplied.shape, dtype=multiplied.dtype)
+        own = multiplied.enqueue(0, first, second, None, to)
+        check(to if own is None else own, first, second, out_dtype)
 
 
 def all_variants() -> list[fp8_plans.GemmVariant]:
@@ -707,7 +738,10 @@ def test_the_fastest_by_the_table_of_the_device_runs_and_ours_without_one(monkey
     assert theirs == pytest.approx(ours * 1.2 / 1.5)
     monkeypatch.setattr(fp8_plans, "available", lambda device: None)
     ours, theirs = scores(few_a, few_w)
-    assert ours < theirs == 45e-6  # what torch's product takes the host is more than what is won
+    longer = 50e-6 - 33e-6  # what torch's product takes the host longer
+    assert ours < theirs == pytest.approx(50e-6 + longer)
+    ours, theirs = scores()
+    assert theirs == pytest.approx(ours * 1.2 / 1.5 + longer)
 
 
 def test_operands_of_unknown_shape_are_judged_by_their_recipes() -> None:

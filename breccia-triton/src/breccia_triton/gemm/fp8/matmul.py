@@ -66,17 +66,22 @@ def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bo
 
 def prepared(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
     """The product of operands with these facts, made where no earlier call had them."""
+    key = facts_of(a, b, bias, out_dtype, offsets), promote
+    call = _calls.get(key)
+    return _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote)) if call is None else call
+
+
+def facts_of(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None) -> tuple[Any, ...]:
+    """What a product of two FP8 tensors is prepared for."""
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
-    key = (
+    return (
         x.data_ptr() % ALIGNED, y.data_ptr() % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED,
         x.shape, y.shape, x.stride(), y.stride(), scale_x.shape, scale_y.shape, scale_x.stride(), scale_y.stride(),
         scale_x.dtype, scale_y.dtype, a.axis, b.axis, a.recipe.interned_key, b.recipe.interned_key, a.layout.interned_key,
-        b.layout.interned_key, x.device, y.device, scale_x.device, scale_y.device, out_dtype, promote,
+        b.layout.interned_key, x.device, y.device, scale_x.device, scale_y.device, out_dtype,
         None if bias is None else (bias.dtype, bias.shape, bias.device),
         None if offsets is None else (offsets.shape, offsets.device),
     )  # fmt: skip
-    call = _calls.get(key)
-    return _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote)) if call is None else call
 
 
 def executable(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
