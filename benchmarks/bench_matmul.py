@@ -23,7 +23,7 @@ from harness import Benchmark, Device, Result, Seconds, known, program, progress
 from harness.device import GRAPH_CALLS, WARM_UP, Arms, check_device, graphed, host_time, load, message, sampled, where
 from harness.plots import GREY, Plot
 from harness.tables import ABSENT, Goal, Table, failures, fastest, goals, listed, median, over, sides, table, three, tried, trio
-from rivals import OLD, TRANSFORMER_ENGINE
+from rivals import TRANSFORMER_ENGINE
 
 import breccia
 
@@ -46,7 +46,6 @@ NAMES = {
     TRANSFORMER_ENGINE: "TransformerEngine",
     fp8.HUMMING: "humming",
     fp8.DEEP_GEMM: "DeepGEMM",
-    OLD: "breccia 0.1.3",
     fp8.BF16: "BF16",
 }
 #: Arms that the best rival is taken from. TORCH_ROWS is left out: it multiplies tensors with other scales than breccia does.
@@ -71,7 +70,6 @@ def cases(kinds: Iterable[str], shapes: Iterable[str] = fp8.LARGE) -> tuple[str,
 GOALS = (
     Goal("scales per tensor and row", cases(_PRECISE), 1.05, (fp8.TORCH,), _SCALED),
     Goal("the same, fast accumulation", cases(("tensor fast", "row fast")), 1.03, (fp8.TORCH,), f"{_SCALED}, fast"),
-    Goal("scales per tensor", cases(("tensor",)), 5.0, (OLD,), "breccia 0.1.3, autotuned"),
     *(
         Goal(f"1×128 by 128×128, {what}", cases(("tiles",), shapes), least, (fp8.TORCH,), _BLOCKWISE, measure=measure)
         for measure, state in (("time", "hot"), ("burst", "burst"))
@@ -112,15 +110,13 @@ def rates(result: Result) -> Table:
     columns: dict[str, Any] = {"scales": "kind", "M×N×K": lambda row: sides(row["shape"]), "tile": "tile"}
     columns |= {NAMES[arm]: (lambda row, arm=arm: rate(row, arm)) for arm in arms}
     columns["breccia / best rival"] = lambda row: over(best(row, BEST), median(row, fp8.OURS))
-    counts = sorted({t["runs"] for row in rows for arm, t in row.get("time", {}).items() if arm != OLD})
+    counts = sorted({t["runs"] for row in rows for arm, t in row.get("time", {}).items()})
     note = (
         f"TFLOP/s, min / median / max of {' or '.join(map(str, counts))} samples of a CUDA graph of {options['graph_calls']} "
         f"calls, interleaved ({options['state']}). Result in BF16. torch: `torch._scaled_mm`, for tiles and blocks "
         "`torch.nn.functional.scaled_mm` with scales in the order that it reads. The last column is for plain scales."
     )
-    if OLD in arms:
-        note += " breccia 0.1.3: calls in a process of its own, autotuned."
-    if versions := {NAMES[name]: version for name, version in result["rivals"].items() if name != OLD}:
+    if versions := {NAMES[name]: version for name, version in result["rivals"].items()}:
         note += f" Rivals: {listed(versions)}."
     return table("products of FP8 tensors", columns, rows, note + failed(result))
 
