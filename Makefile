@@ -24,6 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Each process begins with a half of the tests, and takes tests of the other when it is done: a file is mostly run by one process,
 # which makes fixtures and compiles functions once.
 SIDE_BY_SIDE := -n 2 --dist worksteal
+# Threads of OpenMP that wait must not spin: the processes share the cores.
+test test-shared: export OMP_WAIT_POLICY := passive
 # The compiled kernels, kept between builds where ccache is installed.
 NATIVE := breccia-native/pyproject.toml breccia-native/setup.py $(wildcard breccia-native/src/breccia_native/csrc/*.[ch])
 CC_OF_PYTHON = $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("CC"))'
