@@ -66,13 +66,13 @@ def _multiply(a: Any, b: Any, options: ProductOptions, offsets: Any, promote: bo
 
 def prepared(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None, promote: bool = True) -> Executable:
     """The product of operands with these facts, made where no earlier call had them."""
-    key = facts_of(a, b, bias, out_dtype, offsets), promote
+    key = product_facts(a, b, bias, out_dtype, offsets), promote
     call = _calls.get(key)
     return _calls.keep(key, executable(a, b, bias, out_dtype, offsets, promote)) if call is None else call
 
 
-def facts_of(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None) -> tuple[Any, ...]:
-    """What a product of two FP8 tensors is prepared for."""
+def product_facts(a: Any, b: Any, bias: Any, out_dtype: str, offsets: Any = None) -> tuple[Any, ...]:
+    """What a product of two FP8 tensors is prepared for, strides included: `operands.facts_of` has none."""
     x, y, scale_x, scale_y = a.data, b.data, a.scale, b.scale
     return (
         x.data_ptr() % ALIGNED, y.data_ptr() % ALIGNED, scale_x.data_ptr() % ALIGNED, scale_y.data_ptr() % ALIGNED,

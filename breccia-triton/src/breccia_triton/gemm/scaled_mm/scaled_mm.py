@@ -15,11 +15,12 @@ from breccia.backend import FLOAT32, ProductOptions, checks, composites, product
 from ...launch.cache import Remembered
 from ...launch.executable import Executable
 from ...operands import leading
-from ..fp8.matmul import facts_of
+from ..fp8.matmul import product_facts
 from ..fp8.plans import kind_of
 
 #: cuBLAS (13.0) takes rows with 1x128 blocks in multiples of this.
 _ROWS = 4
+#: Prepared calls.
 _calls = Remembered()
 
 
@@ -35,7 +36,7 @@ def scaled_mm_fast(a: Any, b: Any, options: ProductOptions = FLOAT32) -> Any:
 
 def _multiply(a: Any, b: Any, options: ProductOptions, fast: bool) -> Any:
     out_dtype, bias, out = options
-    key = facts_of(a, b, bias, out_dtype), fast
+    key = product_facts(a, b, bias, out_dtype), fast
     call = _calls.get(key)
     if call is None:
         call = _calls.keep(key, _executable(a, b, bias, out_dtype, fast))
@@ -67,10 +68,10 @@ def _executable(a: Any, b: Any, bias: Any, out_dtype: str, fast: bool) -> Execut
         return composites.matmul(a, b, product_options(out_dtype, added))
 
     if kinds[0] == "1x128":
-        return Executable(device, shape, out_dtype, of_blocks, allocates=rows % _ROWS != 0, scratch=True)
+        return Executable(device, shape, out_dtype, of_blocks, allocates=rows % _ROWS != 0)
     if kinds[0] == "tensor" and a.scale.numel() > 1:  # one for each matrix: torch has one scale, or one of each row
-        return Executable(device, shape, out_dtype, generic, allocates=True, scratch=True)
-    return Executable(device, shape, out_dtype, of_rows, scratch=True)
+        return Executable(device, shape, out_dtype, generic, allocates=True)
+    return Executable(device, shape, out_dtype, of_rows)
 
 
 def _matrices(a: Any, b: Any, rows: int) -> tuple[Any, Any]:
