@@ -306,14 +306,27 @@ def test_a_global_scale_that_is_no_scale_makes_scales_of_blocks_nan(spec: str, s
     check(numbers((8, 64), seed=10), spec, scale=torch.tensor(scale, device=DEVICE))
 
 
-def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax() -> None:
+@pytest.mark.parametrize("spec", ["fp8_delayed", "fp8_delayed,fp8_format=E5M2"])
+def test_a_supplied_scale_for_the_tensor_needs_no_pass_for_the_amax(spec: str) -> None:
     x = numbers((40, 96), seed=9)
-    check(x, "fp8_delayed", scale=torch.tensor(0.037, device=DEVICE))
+    check(x, spec, scale=torch.tensor(0.037, device=DEVICE))
     assert next(iter(triton_cast._calls.values())).passes == {}
-    recipe = breccia.recipe("fp8_delayed")
+    recipe = breccia.recipe(spec)
     same(triton_cast.cast(x, recipe, CastOptions(scale=0.037)), reference.cast(x, recipe, CastOptions(scale=0.037)))
     for scale in (float("nan"), 0.0, -1.0, 1e-42, float("inf")):
-        check(x, "fp8_delayed", scale=torch.tensor(scale, device=DEVICE))
+        check(x, spec, scale=torch.tensor(scale, device=DEVICE))
+
+
+@pytest.mark.parametrize("spec", ["fp8_delayed", "fp8_delayed,fp8_format=E5M2"])
+def test_every_bf16_number_is_cast_under_a_supplied_scale(spec: str) -> None:
+    x = torch.arange(2**16, device=DEVICE).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
+    recipe = breccia.recipe(spec)
+    for scale in (1.0, 0.037, 2.0**-120, 2.0**120):
+        options = CastOptions(scale=torch.tensor(scale, device=DEVICE))
+        expected = [reference.cast(x, recipe, replace(options, axis=axis)) for axis in (-1, -2)]
+        same(triton_cast.cast(x, recipe, options), expected[0])
+        for found, st in zip(triton_cast.cast_pair(x, recipe, options), expected, strict=True):
+            same(found, st)
 
 
 def test_results_are_written_into_out() -> None:

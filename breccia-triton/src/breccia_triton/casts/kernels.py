@@ -19,6 +19,7 @@ from ..numerics import (
     bits_of,
     clean,
     cleared,
+    converted,
     decode,
     divisor_of,
     encode,
@@ -591,16 +592,20 @@ def write(
         # Not where a factor may be subnormal: the instruction that flushes subnormal elements would flush it too.
         FLUSHES: tl.constexpr = V.ptx and not (SCALE.extreme or (V.source == "supplied" and CODEC.kind == "power"))
         FITS: tl.constexpr = SCALE.fits and V.source != "supplied"
-        MASKS: tl.constexpr = V.ptx and ELEMENT.bits == 8 and not OWN and not V.values and G.each >= 4
-        if MASKS:  # four codes of blocks without a scale are cleared at once
+        FOURS: tl.constexpr = V.ptx and ELEMENT.bits == 8 and not V.values and G.each >= 4
+        CONVERTED: tl.constexpr = FOURS and OWN and V.native and not V.stochastic
+        if FOURS and (CONVERTED or not OWN):  # four codes of blocks without a scale are cleared at once
             y = scaled(number(u), by_element, None, SCALE, V.subnormals, FLUSHES)
-            code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
+            if CONVERTED:
+                code = converted(y, tl.broadcast_to(number(u), y.shape), ELEMENT)
+            else:
+                code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
             code = cleared(code, tl.broadcast_to(usable_element, code.shape))
         else:
             y = scaled(number(u), by_element, usable_element, SCALE, V.subnormals, FLUSHES)
             code = encode(y, word, 0, ELEMENT, FITS, V.native, V.stochastic, False)
-        if OWN:
-            code = tl.where(usable_element, own_codes(code, u, ELEMENT), code)
+            if OWN:
+                code = tl.where(usable_element, own_codes(code, u, ELEMENT), code)
 
     if V.values:
         if V.source == "tile" or V.source == "supplied":
