@@ -45,7 +45,7 @@ INLINE Py_ssize_t place_of(const searched *s, Py_ssize_t block)
 }
 
 /* The number of the candidate of block `block`, lane l, with the least error; of equal ones, the first. x: its first element, in rows
-   that are `down` bytes apart. */
+   that are `down` bytes apart. The one with the least bound is mostly the best, so it comes first, and rules out most others. */
 static int best_of(
     const search_state *state, const candidates *all, const group *g, int l, Py_ssize_t block, const char *x, Py_ssize_t down)
 {
@@ -55,13 +55,16 @@ static int best_of(
     load_elements(state->kind, s, &state->room, x, down, g->power[l]);
     if (s->weights)
         memcpy(state->room.w, s->weights + place_of(s, block) * s->k, (size_t)s->k * sizeof(float));
-    for (uint32_t may = all->may[l]; may; may &= may - 1) {
-        const int n = lowest_bit(may);
+    for (uint32_t left = all->may[l]; left;) {
+        int n = lowest_bit(left);
+        for (uint32_t may = left & (left - 1); may; may &= may - 1)
+            n = all->bound[lowest_bit(may)][l] < all->bound[n][l] ? lowest_bit(may) : n;
+        left &= ~(1u << n);
         const float bound = all->bound[n][l], e = all->scale[n][l];
-        if (bound * bound >= least)
-            continue;
+        if (bound * bound > least)
+            break;
         const float error = state->error(s, &state->room, e != 0 ? 1 / e : 0, e * g->power[l]);
-        if (error < least)
+        if (error < least || (error == least && n < best))
             least = error, best = n;
     }
     return best;
