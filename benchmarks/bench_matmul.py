@@ -330,7 +330,7 @@ def timed(
 
     arms = Arms(device, check)
     arms.add(made, lambda call, device: graphed(call, device, warm_up=WARM_UP))
-    for arm in (arm for arm in arms.calls if arm.startswith(fp8.OURS)):
+    for arm in (arm for arm in arms.calls if arm.startswith((fp8.OURS, fp8.TORCH))):
         arms.note("host", arm, summary([host_time(arms.calls[arm], device) for _ in range(3)]))
     timers = list(arms.timers.values())
     clock = load(device)

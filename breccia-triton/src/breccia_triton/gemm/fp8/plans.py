@@ -411,8 +411,8 @@ _UNMEASURED = {"cuda": 1.2, "torch": 1.3}
 _UNMEASURED_MX = 3.0, 5.0
 #: Up to so many rows one number of these holds, above the other.
 _FEW = 128
-#: The host's seconds for a product of `fp8_matmul.cu`, and of torch, where cuBLAS looks for an algorithm in each call: of
-#: 256x256x256, with torch 2.11 beside an H200.
+#: The host's seconds for a product of `fp8_matmul.cu`, and of torch, where cuBLAS looks for an algorithm in each call: medians
+#: of products by one scale per tensor or row in benchmarks/results/matmul-gpu-nvidia-h200.json.
 _HOST, _HOST_OF_TORCH = 33e-6, 50e-6
 
 
