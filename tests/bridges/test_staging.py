@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import long_but
+from marks import long_but, slow_but
 from paths import ROOT
 from program import Run
 
@@ -48,7 +48,9 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("renames", [(), ("RENAMES",)], ids=["exchange", "two renames"])
-@pytest.mark.parametrize("name", ["out", "out.safetensors", "saved.safetensors", "config/config.json"])
+@pytest.mark.parametrize(
+    "name", slow_but({"out", "saved.safetensors"}, ["out", "out.safetensors", "saved.safetensors", "config/config.json"])
+)
 def test_a_process_killed_at_any_step_leaves_old_or_new_and_the_next_run_works(name: str, renames: tuple[str, ...]) -> None:
     command = [sys.executable, str(TOOLS / "killed.py"), name, *renames]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -410,7 +410,7 @@ def _many(path: Path, count: int) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_conversion_takes_time_linear_in_the_number_of_tensors(tmp_path: Path) -> None:
     seconds: dict[int, float] = {}
     for count in (100, 500, 4000):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import slow_but
 
 import breccia
 from breccia import TrainingRecipe
@@ -89,7 +90,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but({"nvfp4"}, RECIPES))
 def test_a_linen_model_trains_and_resumes_bit_for_bit(recipe: str) -> None:
     model, summary = bf.convert_to_training(Net(), recipe, X)
     assert set(summary.chosen) == {

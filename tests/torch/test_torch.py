@@ -817,7 +817,7 @@ def test_operators_take_texts_without_double_quotes(recipe: breccia.ScalingRecip
         assert json.loads(operators.json_in(operators.text_of(foreign))) == {"name": value}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_inductor_calls_operators_from_cpp() -> None:
     """It writes the texts of their arguments into C++ as they are."""
     st = breccia.cast(rows(16, 64), "int4").mT

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import slow_but
 from stored_folders import folder
 
 from breccia import DialectError, UnsupportedError
@@ -250,7 +251,7 @@ def of_modules(method: str, modules: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["gptq", "auto-round", "compressed-tensors", "modelopt", "quark"])
+@pytest.mark.parametrize("method", slow_but({"gptq"}, ["gptq", "auto-round", "compressed-tensors", "modelopt", "quark"]))
 def test_a_config_of_20000_modules_takes_as_long_for_each_as_one_of_2000(method: str, tmp_path: Path) -> None:
     """Ten times as many modules may take 30 times as long, for noise and caches; once per pair of them would be 100 times."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from marks import long_but
+from marks import long_but, slow_but
 from triton_casts import DEVICE, ON_GPU, numbers, same, same_values
 
 pytest.importorskip("torch")
@@ -96,14 +96,14 @@ def test_branches_for_nvidia_gpus_search_alike(spec: str, axis: int, dtype: Any,
 #: Blocks of a thread, and of several threads, of which each has chunks that lie apart.
 WHOLE_BLOCKS = [
     "nvfp4,scale_rule=mse", "int4,scale_rule=mse", "mxfp4,scale_rule=mse", "mxfp6,scale_rule=mse", "nf4,scale_rule=mse",
-    "int4,group_size=32,scale_dtype=fp32,scale_rule=mse", "int4,group_size=1024,scale_rule=mse",
-    "nvfp4,two_level=false,scale_rule=four_six",
+    "int4,group_size=32,scale_dtype=fp32,scale_rule=mse", "nvfp4,two_level=false,scale_rule=four_six",
+    "int4,group_size=1024,scale_rule=mse",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("emulated", [False] if ON_GPU else [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("spec", long_but(WHOLE_BLOCKS[:2], WHOLE_BLOCKS))
+@pytest.mark.parametrize("spec", [*long_but(WHOLE_BLOCKS[:2], WHOLE_BLOCKS[:-1]), *slow_but((), WHOLE_BLOCKS[-1:])])
 def test_whole_blocks_are_searched_in_the_registers_of_their_threads(
     spec: str, dtype: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +196,7 @@ def test_blocks_are_searched_under_a_supplied_global_scale(scale: float) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", FEW)
+@pytest.mark.parametrize("spec", slow_but(FEW[1:], FEW))
 def test_round_trips_pairs_and_requantize_search(spec: str) -> None:
     x, recipe = numbers((48, 96), seed=11), breccia.recipe(spec)
     triton_cast._calls.clear()
@@ -260,7 +260,7 @@ for name in ("mxint8", "mxfp4", "nvfp4", "int4", "nf4"):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_searches_neither_fuse_nor_flush_what_the_contract_rounds(tmp_path: Path) -> None:
     """Reciprocals of scales are refined by fused additions, and minifloats rounded: without both, nothing may be fused."""
     printed = compiled(COMPILED, "sm90", tmp_path).splitlines()

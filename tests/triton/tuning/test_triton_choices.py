@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fresh import printed
-from marks import on_cuda
+from marks import on_cuda, slow_but
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -409,7 +409,7 @@ def test_casts_write_the_same_bytes_under_every_choice(op: str, spec: str, axis:
 @pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="the GPU runs the instructions themselves")
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("spec", ["nvfp4", "mxfp6", "nf4", ASYMMETRIC])
+@pytest.mark.parametrize("spec", slow_but({"nvfp4", "mxfp6"}, ["nvfp4", "mxfp6", "nf4", ASYMMETRIC]))
 def test_branches_for_nvidia_gpus_write_the_same_bytes_under_every_choice(
     spec: str, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

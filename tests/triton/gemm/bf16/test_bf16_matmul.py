@@ -231,7 +231,7 @@ def test_a_flagged_tile_of_a_weight_with_zero_points_is_decoded_with_them() -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", ["int4,symmetric=false,signed=false", "mxfp8"])
+@pytest.mark.parametrize("spec", slow_but({"mxfp8"}, ["int4,symmetric=false,signed=false", "mxfp8"]))
 def test_groups_of_rows_meet_their_own_matrices_and_other_rows_are_zeros(spec: str) -> None:
     k = bf16_plans.SHORTEST_OF_TWO
     experts = breccia.stack([breccia.cast(numbers((k, 72), n), spec) for n in range(3)])  # blocks go across K
@@ -704,17 +704,15 @@ print(len(made), "kernels compiled:", *sorted(set(made)))
 """
 
 
-#: Formats, and how many kernels multiply them. `make test-all` compiles those of one format.
+#: Formats, and how many kernels multiply them.
 COUNTS = [
     pytest.param(("nvfp4",), 22, id="nvfp4"),
-    pytest.param(
-        ("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp4", "mxint8", "nvfp4"), 117, id="each", marks=pytest.mark.slow
-    ),
+    pytest.param(("mxfp8", "mxfp8,fp8_format=E5M2", "mxfp6", "mxfp4", "mxint8", "nvfp4"), 117, id="each"),
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("capability", [90, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100))])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80, 100])
 @pytest.mark.parametrize(("specs", "count"), COUNTS)
 def test_kernels_compile_for_gpus_that_are_not_here(
     capability: int, specs: tuple[str, ...], count: int, tmp_path: Path
