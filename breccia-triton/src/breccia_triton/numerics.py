@@ -360,52 +360,50 @@ def cleared(codes, used):
     return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [codes.to(tl.uint8), mask], tl.uint8, True, 4)
 
 
+#: PTX. $1 to $4 are numbers, $5 to $8 the elements they are multiples of: a number, or NaN where its element is not finite.
+_OR_NAN = """{
+.reg .b16 lo, hi;
+.reg .b32 or_nan, codes, differ;
+.reg .f32 a, b, c, d;
+fma.rn.f32 a, $5, 0f00000000, $1;
+fma.rn.f32 b, $6, 0f00000000, $2;
+fma.rn.f32 c, $7, 0f00000000, $3;
+fma.rn.f32 d, $8, 0f00000000, $4;
+"""
+_TO_E4M3 = tl.constexpr(
+    _OR_NAN
+    + """
+cvt.rn.satfinite.e4m3x2.f32 lo, b, a;
+cvt.rn.satfinite.e4m3x2.f32 hi, d, c;
+mov.b32 $0, {lo, hi};
+}"""
+)
+#: Only of Inf do both conversions differ: by the bit of 4. The saturated code is the largest one, and that of Inf comes next.
+_TO_E5M2 = tl.constexpr(
+    _OR_NAN
+    + """
+cvt.rn.satfinite.e5m2x2.f32 lo, b, a;
+cvt.rn.satfinite.e5m2x2.f32 hi, d, c;
+mov.b32 or_nan, {lo, hi};
+cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
+cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
+mov.b32 codes, {lo, hi};
+xor.b32 differ, or_nan, codes;
+shr.b32 differ, differ, 2;
+and.b32 differ, differ, 0x01010101;
+add.u32 $0, codes, differ;
+}"""
+)
+
+
 @triton.jit
 def converted(y, x, C: tl.constexpr):
     """uint8 codes of `y`, which is x times a positive number, with those of NaN and Inf where `x` is not finite.
 
-    For E4M3 and E5M2 on NVIDIA GPUs that convert to them, and threads of four or more. x * 0 + y is NaN where `x` is not finite,
-    and otherwise y. The instruction converts NaN, and saturates Inf: in E5M2 the largest number becomes the next code, which
-    is Inf, where both conversions differ.
+    For E4M3 and E5M2 on NVIDIA GPUs that have an instruction for them, and threads of four or more.
     """
-    if C.inf < 0:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 lo, hi;
-            .reg .f32 a, b, c, d;
-            fma.rn.f32 a, $5, 0f00000000, $1;
-            fma.rn.f32 b, $6, 0f00000000, $2;
-            fma.rn.f32 c, $7, 0f00000000, $3;
-            fma.rn.f32 d, $8, 0f00000000, $4;
-            cvt.rn.satfinite.e4m3x2.f32 lo, b, a;
-            cvt.rn.satfinite.e4m3x2.f32 hi, d, c;
-            mov.b32 $0, {lo, hi};
-            }""",
-            "=r,f,f,f,f,f,f,f,f", [y, x], tl.uint8, True, 4,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 lo, hi;
-            .reg .b32 own, codes, differ;
-            .reg .f32 a, b, c, d;
-            fma.rn.f32 a, $5, 0f00000000, $1;
-            fma.rn.f32 b, $6, 0f00000000, $2;
-            fma.rn.f32 c, $7, 0f00000000, $3;
-            fma.rn.f32 d, $8, 0f00000000, $4;
-            cvt.rn.satfinite.e5m2x2.f32 lo, b, a;
-            cvt.rn.satfinite.e5m2x2.f32 hi, d, c;
-            mov.b32 own, {lo, hi};
-            cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;
-            mov.b32 codes, {lo, hi};
-            xor.b32 differ, own, codes;
-            shr.b32 differ, differ, 2;
-            and.b32 differ, differ, 0x01010101;
-            add.u32 $0, codes, differ;
-            }""",
-            "=r,f,f,f,f,f,f,f,f", [y, x], tl.uint8, True, 4,
-        )  # fmt: skip
+    ASM: tl.constexpr = _TO_E4M3 if C.inf < 0 else _TO_E5M2
+    return tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,f,f,f,f", [y, x], tl.uint8, True, 4)
 
 
 @triton.jit
