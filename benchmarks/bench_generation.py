@@ -20,7 +20,7 @@ import generators
 import sources
 import typer
 from bench_matmul_cpu import PAUSE
-from generators import BOTH, COMPILED, FP32, LLAMA, OURS, PREFERRED, ROUNDED
+from generators import AHEAD, BOTH, BOTH_AHEAD, COMPILED, FP32, LLAMA, OURS, PREFERRED, ROUNDED
 from harness import HERE, Benchmark, Result, Worker, cores, known, program, provenance, refuse, summary
 from harness.tables import ABSENT, GOAL, Table, judged, median, over, table, three, trio
 
@@ -62,6 +62,9 @@ def speeds(result: Result) -> Table:
         "tokens as FP32's": lambda row: f"{row['same']} of {options['steps'] + 1}",
     }
     fused = ", and attention that Inductor fuses" if options.get("attention") == "eager" else ""
+    ahead = ""
+    if any(row["arm"] in (AHEAD, BOTH_AHEAD) for row in rows):
+        ahead = " Ahead of time: a step is a program of torch.export and AOTInductor, the prompt is transformers'."
     left_out = "".join(f" {arm} did not run: {why}." for arm, why in options["left_out"].items())
     for file, arms in options.get("left_out_of", {}).items():
         left_out += "".join(f" {arm} did not run for {file}: {why}." for arm, why in arms.items())
@@ -69,8 +72,8 @@ def speeds(result: Result) -> Table:
         f"Tokens per second of a prompt of {options['prompt']} tokens and of the {options['steps']} after the first, greedily: "
         f"min / median / max; times as fast as llama.cpp. {options['threads']} thread(s); samples of the programs interleaved, "
         "each in a process of its own. MB: of all weights. Linear layers: one call of each with one row, in ms; the rest of a "
-        f"step is transformers' and torch's. Compiled: `generate` with a static cache and torch.compile{fused}. INT8: with "
-        f"BRECCIA_PREFER={PREFERRED}, which rounds activations to 8 bits as llama.cpp does.{left_out}"
+        f"step is transformers' and torch's. Compiled: `generate` with a static cache and torch.compile{fused}.{ahead} INT8: "
+        f"with BRECCIA_PREFER={PREFERRED}, which rounds activations to 8 bits as llama.cpp does.{left_out}"
     )
     return table("generation from a GGUF file", columns, rows, note)
 
@@ -85,7 +88,7 @@ def goals(result: Result) -> Table:
             found[file] = theirs / ours if ours and theirs else None
         return found
 
-    arms = [arm for arm in (OURS, COMPILED, ROUNDED, BOTH) if any(name == arm for _, name in by)]
+    arms = [arm for arm in (OURS, COMPILED, AHEAD, ROUNDED, BOTH, BOTH_AHEAD) if any(name == arm for _, name in by)]
     goal = f"≥ {BOUND:.2f} × llama.cpp"
     lines = [judged(f"{arm}: {part}", goal, reached(arm, part), BOUND) for arm in arms for part in ("prompt", "step")]
     return Table("goals of generation", GOAL, tuple(lines), "Tokens per second by llama.cpp's on the same file, medians.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,10 @@ def in_transformers(model: Any, compiled: bool = False) -> Generator:
     return Generator(generate, layers, sum(stored.values()))
 
 
+#: For Inductor. Thresholds: the sines of a position are computed once for all layers.
+_INDUCTOR = {"size_asserts": False, "realize_reads_threshold": 1, "realize_opcount_threshold": 5}
+
+
 def _of_cpus() -> Any:
     """How `generate` compiles, which it leaves out on a CPU unless told. No call checks that modules are as before."""
     import torch
@@ -96,12 +101,61 @@ def _of_cpus() -> Any:
 
     options = {
         "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe,
-        "size_asserts": False,
         "cpp_wrapper": True,  # one function in C++ calls the kernels of a graph
+        **_INDUCTOR,
     }
     config: Any = CompileConfig(fullgraph=True, mode=None, options=options)  # pyright: ignore
     config._compile_all_devices = True
     return config
+
+
+def ahead_of_time(model: Any) -> Generator:
+    """A step as a program of AOTInductor, which has no Python, and the prompt by the model, with one cache for both."""
+    import torch
+
+    generator = in_transformers(model)
+    model.generation_config.cache_implementation = "static"
+    steps_of: dict[int, tuple[Any, Any]] = {}
+
+    def generate(prompt: list[int], steps: int) -> Generated:
+        length = len(prompt) + steps
+        if length not in steps_of:
+            steps_of[length] = _step_of(model, length)
+        cache, step = steps_of[length]
+        cache.reset()
+        start = time.perf_counter()
+        with torch.no_grad():
+            output = model(torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tokens = [int(output.logits[0, -1].argmax())]
+        first = time.perf_counter()
+        for at in range(len(prompt), length):
+            logits = step(input_ids=torch.tensor([tokens[-1:]]), cache_position=torch.tensor([at]))
+            tokens.append(int(logits[0, -1].argmax()))
+        return Generated(tokens, first - start, (time.perf_counter() - first) / steps)
+
+    return generator._replace(generate=generate)
+
+
+def _step_of(model: Any, length: int) -> tuple[Any, Any]:
+    """A cache for `length` tokens, and the program of a token, which uses the tensors of the model and the cache."""
+    import torch
+    import torch._inductor
+    from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=length)
+    token = {"input_ids": torch.tensor([[0]]), "cache_position": torch.tensor([0])}
+    with torch.no_grad():
+        program = torch.export.export(module, (), token, strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**_INDUCTOR, "aot_inductor.package_constants_in_so": False}
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(Path(folder) / "step.pt2"), inductor_configs=options
+        )
+        step = torch._inductor.aoti_load_package(package)
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    constants = {name: tensors[name] if name in tensors else program.constants[name] for name in step.get_constant_fqns()}
+    step.load_constants(constants, check_full_update=True, user_managed=True)
+    return module.static_cache, step
 
 
 # -- llama.cpp -------------------------------------------------------------------------------------------------------
@@ -199,9 +253,10 @@ def in_llama_cpp(file: Path, threads: int) -> Generator:
 # -- arms ------------------------------------------------------------------------------------------------------------
 
 OURS, COMPILED, ROUNDED, BOTH = "breccia", "breccia compiled", "breccia INT8", "breccia INT8 compiled"
+AHEAD, BOTH_AHEAD = "breccia ahead of time", "breccia INT8 ahead of time"
 FP32, BF16, LLAMA = "FP32", "BF16", "llama.cpp"
 #: The kernel that rounds activations to INT8, as llama.cpp does, and the arms that prefer it.
-PREFERRED, PREFERRING = "torch.cpu.matmul_int8", (ROUNDED, BOTH)
+PREFERRED, PREFERRING = "torch.cpu.matmul_int8", (ROUNDED, BOTH, BOTH_AHEAD)
 #: Of compiled models: Inductor fuses the parts of this attention.
 ATTENTION = {"attn_implementation": "eager"}
 ARMS: dict[str, Callable[[Path, int], Generator]] = {
@@ -209,6 +264,8 @@ ARMS: dict[str, Callable[[Path, int], Generator]] = {
     COMPILED: lambda file, threads: in_transformers(quantized(file, **ATTENTION), compiled=True),
     ROUNDED: lambda file, threads: in_transformers(quantized(file)),
     BOTH: lambda file, threads: in_transformers(quantized(file, **ATTENTION), compiled=True),
+    AHEAD: lambda file, threads: ahead_of_time(quantized(file, **ATTENTION)),
+    BOTH_AHEAD: lambda file, threads: ahead_of_time(quantized(file, **ATTENTION)),
     FP32: lambda file, threads: in_transformers(decoded(file, "float32")),
     BF16: lambda file, threads: in_transformers(decoded(file, "bfloat16")),
     LLAMA: in_llama_cpp,

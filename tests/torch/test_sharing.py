@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,7 +241,23 @@ def test_compiled_graphs_of_more_rows_and_of_other_recipes_have_a_call_for_each_
     assert sorted(calls_in(compiled(mixed, torch.randn(1, K))[1])) == ["linear", "two_linears"]
 
 
-def test_an_exported_graph_has_the_operator_of_ops() -> None:
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's AOTInductor of its own pytrees
+def test_a_model_compiled_ahead_of_time_multiplies_a_row_once(tmp_path: Path) -> None:
+    model, rows = attention(bias=True), [torch.randn(1, K) for _ in range(3)]
     with torch.no_grad():
-        graph = str(torch.export.export(attention(), (torch.randn(1, K),)).graph)
-    assert graph.count("torch.ops.breccia.matmul") == 3 and "linears" not in graph
+        program = torch.export.export(model, (rows[0],), strict=True)
+        assert str(program.graph).count("torch.ops.breccia.linear") == 3
+        configs = {"aot_inductor.package_constants_in_so": False}
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2"), inductor_configs=configs
+        )
+        ahead = torch._inductor.aoti_load_package(package)
+        tensors = dict(model.named_buffers()) | dict(model.named_parameters())
+        constants = {name: tensors[name] for name in ahead.get_constant_fqns()}
+        ahead.load_constants(constants, check_full_update=True, user_managed=True)
+        for x in rows:
+            assert_same(ahead, model, x)
+    with zipfile.ZipFile(package) as files:
+        (code,) = (files.read(name).decode() for name in files.namelist() if name.endswith("wrapper.cpp"))
+    assert "three_linears" in code

@@ -395,11 +395,10 @@ class ScaledLinear(_WithMetadata):
         return y if ndim == 2 else y.reshape(*shape[:-1], self.out_features)
 
     def _is_one_operator(self, x: Tensor) -> bool:
-        """Whether a compiled graph has one operator for the layer, which autograd does not know."""
+        """Whether a compiled or exported graph has one operator for the layer, which autograd does not know."""
         return (
             x.device.type == "cpu"
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_exporting()
             and self.activation is None
             and self.contraction == -1
             and self.weight.layout.in_order
