@@ -115,9 +115,10 @@ def kinds_of_slabs(parity: ModuleType, number: int) -> tuple[list[Any], list[Any
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("recipe", slow_but(KINDS, RECIPES), ids=recipe_id)
 def test_compiled_by_torch(recipe: breccia.ScalingRecipe, parity: ModuleType) -> None:
     compiled = parity.Way(partial(parity.torch_compiled, backend="aot_eager"))
-    assert_parity(parity, "torch", recipe, {"compiled": compiled}, few(parity, recipe), FAST)
+    assert_parity(parity, "torch", recipe, {"compiled": compiled}, few(parity, recipe, FEW), FEW)
 
 
 @pytest.mark.long

@@ -28,8 +28,6 @@ SITE = ROOT / "site"
 SOURCES = ("docs", "mkdocs.yml", "examples", "benchmarks", *(path.name for path in ROOT.glob("breccia-*")), *ROOT.glob("*.md"))
 #: Lines of each file of source that a browser lays out.
 LONGEST = 3
-#: Pages that `make test-all` opens beside the home page.
-OPENED = 8
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +79,14 @@ def is_source(page: Path, site: Path) -> bool:
     return page.is_relative_to(site / "source")
 
 
-def pages_of(site: Path, every: bool) -> list[Path]:
-    """All pages except those of source and redirects; or the home page and the largest pages, one of a folder at most."""
-    pages = [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
-    if every:
-        return pages
-    folders = {page.relative_to(site).parts[0]: page for page in sorted(pages, key=lambda page: page.stat().st_size)}
-    largest = sorted(folders.values(), key=lambda page: page.stat().st_size)[-OPENED:]
-    return sorted({site / "index.html", *largest})
+def pages_of(site: Path) -> list[Path]:
+    """All pages except those of source and redirects."""
+    return [page for page in sorted(site.rglob("*.html")) if not is_source(page, site) and not is_moved(page)]
 
 
-#: Minutes for every page, which `make site-check` opens; a few in between.
-pages_opened = pytest.mark.parametrize(
-    "every", [pytest.param(False, id="some", marks=pytest.mark.long), pytest.param(True, id="every", marks=pytest.mark.slow)]
-)
-
-
-@pages_opened
-def test_everything_on_pages_can_be_reached_on_a_phone_and_on_a_desktop(browser: Any, site: Path, every: bool) -> None:
-    pages = pages_of(site, every)
+@pytest.mark.slow
+def test_everything_on_pages_can_be_reached_on_a_phone_and_on_a_desktop(browser: Any, site: Path) -> None:
+    pages = pages_of(site)
     names = {page.relative_to(site).as_posix() for page in pages}
     assert {
         "index.html",
@@ -108,7 +95,7 @@ def test_everything_on_pages_can_be_reached_on_a_phone_and_on_a_desktop(browser:
         "kernels/index.html",
         "reports/compare.html",
         "404.html",
-    } <= names or not every
+    } <= names
     assert faults(browser.new_context(reduced_motion="reduce"), site, pages) == []
 
 
@@ -140,12 +127,10 @@ _FOUND = """() => ({
 })"""
 
 
-@pages_opened
-def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative_or_a_size(
-    browser: Any, site: Path, every: bool
-) -> None:
+@pytest.mark.slow
+def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative_or_a_size(browser: Any, site: Path) -> None:
     """Anchors on pages of source are those of lines, which the site's build checks."""
-    pages = pages_of(site, every)
+    pages = pages_of(site)
     faults: list[str] = []
     anchors: dict[str, set[str]] = {}
     links: dict[str, str] = {}
@@ -178,11 +163,11 @@ def test_no_page_has_a_dead_link_an_error_or_an_image_without_an_alternative_or_
                 faults.append(f"{origin}: dead link {link}")
             elif anchor and target in anchors and anchor not in anchors[target] and anchor != "__skip":
                 faults.append(f"{origin}: no anchor {link}")
-    assert len(anchors) == len(pages) and (len(links) > 500 or not every)
+    assert len(anchors) == len(pages) and len(links) > 500
     assert faults == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_programs_of_pages_answer_in_a_browser(browser: Any, site: Path) -> None:
     with served(site) as address:
         page = browser.new_page()
@@ -198,7 +183,7 @@ def test_the_programs_of_pages_answer_in_a_browser(browser: Any, site: Path) -> 
         page.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_everything_on_pages_of_source_can_be_reached_without_javascript(browser: Any, site: Path, tmp_path: Path) -> None:
     """They differ in their names and lines alone, so one page is opened that has those of all, of lines the longest."""
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(site.rglob("*.html")) if is_source(page, site)}

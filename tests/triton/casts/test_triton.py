@@ -1087,7 +1087,7 @@ print(len(made), "kernels compiled")
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("target", slow_but({"sm90"}, ("sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950")))
+@pytest.mark.slow  # test_triton_levels.py compiles fewer kernels for another GPU
+@pytest.mark.parametrize("target", ("sm80", "sm89", "sm90", "sm100", "gfx942", "gfx950"))
 def test_kernels_compile_for_gpus_that_are_not_here(target: str, tmp_path: Path) -> None:
     assert f"{40 if target.startswith('sm') else 38} kernels compiled" in compiled(COMPILED, target, tmp_path)
