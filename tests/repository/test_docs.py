@@ -55,6 +55,14 @@ def fences(page: Path) -> Iterator[Fence]:
         yield Fence(found[3].strip(), textwrap.dedent(found[4]), line, needs and needs[1])
 
 
+def has_python(page: Path) -> bool:
+    return any(fence.language == "python" for fence in fences(page))
+
+
+#: Pages whose blocks JAX compiles for half a minute. tests/jax tests what they show.
+SLOW = ("training-jax", "flax")
+
+
 def every(language: str) -> list[pytest.ParameterSet]:
     """Parameters (page, block) for all blocks in this language."""
     found = [(page, fence) for page in PAGES for fence in fences(page) if fence.language == language]
@@ -101,7 +109,10 @@ def acme(terminal: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     "page",
-    jax_is_long(p for p in PAGES if any(f.language == "python" for f in fences(p))),
+    [
+        *jax_is_long(page for page in PAGES if has_python(page) and page.stem not in SLOW),
+        *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES if page.stem in SLOW),
+    ],
     ids=name_of,
 )
 def test_python_blocks_of_a_page_run_and_print_the_output_shown(

@@ -366,7 +366,7 @@ def test_quantize_says_what_it_did_and_what_it_left() -> None:
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.long
+@pytest.mark.slow  # of transformers, which changes where constraints.txt does
 def test_transformers_alone_refuses_a_quantized_folder_by_name(tmp_path: Path) -> None:
     """In a process that does not import breccia_torch.hf. Without the entry in config.json it would load random weights."""
     model("llama").save_pretrained(tmp_path / "dense")

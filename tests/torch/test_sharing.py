@@ -242,6 +242,18 @@ def test_compiled_graphs_of_more_rows_and_of_other_recipes_have_a_call_for_each_
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_exported_without_gradients_take_any_batch(strict: bool) -> None:
+    rows, model = torch.export.Dim("rows", min=1, max=64), attention(bias=True)
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(4, K),), dynamic_shapes=({0: rows},), strict=strict)
+        assert str(program.graph).count("torch.ops.breccia.linear") == 3
+        for count in (1, 33):
+            assert_same(program.module(), model, torch.randn(count, K))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 crashed where it loaded any program of AOTInductor")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's AOTInductor of its own pytrees
 def test_a_model_compiled_ahead_of_time_multiplies_a_row_once(tmp_path: Path) -> None:
     model, rows = attention(bias=True), [torch.randn(1, K) for _ in range(3)]

@@ -77,7 +77,7 @@ def test_the_promised_pairs_are_those_of_the_spec() -> None:
     }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_exact_means_exact_for_every_pair_and_an_error_means_that_bits_would_change() -> None:
     """All ordered pairs of recipes, on wide, special and quantized data: 0 false "exact"."""
     inputs = [

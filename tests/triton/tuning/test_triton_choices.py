@@ -492,7 +492,7 @@ assert cache.triton_key is not original and cache.triton_key() == original() and
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow  # of Triton, which changes where constraints.txt does
 def test_the_key_is_the_one_that_triton_computes(tmp_path: Path) -> None:
     for _ in range(2):
         printed(KEYS, XDG_CACHE_HOME=str(tmp_path), TRITON_INTERPRET=None)
