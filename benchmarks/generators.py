@@ -12,6 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,9 +153,9 @@ def _step_of(model: Any, length: int) -> tuple[Any, Any]:
             program, package_path=str(Path(folder) / "step.pt2"), inductor_configs=options
         )
         step = torch._inductor.aoti_load_package(package)
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    constants = {name: tensors[name] if name in tensors else program.constants[name] for name in step.get_constant_fqns()}
-    step.load_constants(constants, check_full_update=True, user_managed=True)
+    own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    tensors = {**program.constants, **dict(own)}
+    step.load_constants({name: tensors[name] for name in step.get_constant_fqns()}, check_full_update=True, user_managed=True)
     return module.static_cache, step
 
 
